@@ -213,6 +213,12 @@ class EngineOutputs(_FromEngine, tag="outputs", omit_defaults=True):
     record: StepRecord | None = None
 
 
+class EngineBegun(_FromEngine, tag="begun"):
+    """The engine begins to compute these requests, which other engines have lost. It is sent before their step."""
+
+    request_ids: list[str]
+
+
 class Pace(msgspec.Struct, frozen=True):
     """Predicted times of steps, in seconds."""
 
@@ -300,4 +306,4 @@ class EngineFailed(_FromEngine, tag="failed"):
     code: str = "engine_dead"
 
 
-EngineMessage = EngineOutputs | EngineReady | EngineProgress | EngineBeat | AdapterState | EngineFailed
+EngineMessage = EngineOutputs | EngineBegun | EngineReady | EngineProgress | EngineBeat | AdapterState | EngineFailed

@@ -412,3 +412,18 @@ def test_step_times_add_up_to_the_time_that_passed(depth: int) -> None:
             total += core.last_record.step_seconds
     assert total <= next(ticks)
     assert total >= 20
+
+
+def test_it_says_which_lost_requests_it_begins() -> None:
+    """Before their step is computed, once, and not while they wait for a place."""
+    told: list[tuple[int, list[str]]] = []
+    driver = Driver(max_num_seqs=2)
+    driver.core.on_begun = lambda request_ids: told.append((len(driver.batches), request_ids))
+    driver.add(request("new", [1, 2], 9))
+    for name in ("a", "b"):
+        driver.add(request(name, [1, 2, 3], 4, is_retry=True))
+    driver.step()
+    assert told == [(0, ["a"])]
+    driver.scheduler.preempt_last()
+    driver.run()
+    assert [request_ids for _, request_ids in told] == [["a"], ["b"]]

@@ -119,7 +119,8 @@ def test_the_plan_is_what_is_allocated_and_it_serves() -> None:
     own = worker.model.weight_bytes() + worker.drafter.weight_bytes()
     assert resolved.memory.weight_bytes == own == planned_weight_bytes(resolved, WITH_DRAFT)
     logits = settings["drafter_logits_bytes"].value
-    assert logits == logits_bytes(DRAFT, 32) == logits_bytes(WITH_DRAFT, 32) - logits_bytes(TARGET, 32)
+    of_drafter, of_both, of_target = (logits_bytes(model, 32, "cpu") for model in (DRAFT, WITH_DRAFT, TARGET))
+    assert logits == of_drafter == of_both - of_target
     assert not any(name.startswith("drafter") for name in plain.resolved.settings)
 
 

@@ -95,7 +95,8 @@ class DeviceGroup:
         if T * width == 0:
             return part.new_empty((T, sum(widths)))
         self.agree()
-        own_TW = F.pad(part, (0, width - part.shape[1])).contiguous()
+        own_TW = part if part.shape[1] == width else F.pad(part, (0, width - part.shape[1]))
+        own_TW = own_TW.contiguous()
         all_GTW = part.new_empty((self.size, T, width))
         self._transport._allgather_base(all_GTW.view(-1, width), own_TW).wait()
         if min(widths) == width:

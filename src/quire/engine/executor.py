@@ -63,8 +63,7 @@ class InlineExecutor:
         return any(self._tell(lambda worker: worker.use_idle_time(num_blocks_ever_used)))
 
     def check_alive(self) -> None:
-        for worker in self.workers:
-            worker.check_alive()
+        self._tell(lambda worker: worker.check_alive())
 
     def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> Polled[AdapterFacts]:
         return _AllLoads([worker.load_adapter(path, digest, is_awaited) for worker in self.workers], self._run_on)
@@ -175,7 +174,10 @@ class ThreadExecutor(InlineExecutor):
         super().shutdown()
 
     def await_all(self, steps: Sequence[Future[StepResult]]) -> None:
-        """Wait until the step has ended on all ranks. Raises EngineDeadError if it does not end."""
+        """Wait until the step has ended on all ranks.
+
+        Raises EngineDeadError if it does not end, or if a rank has failed that has answered before.
+        """
         self._awaited = steps
         patience: _Patience | None = None
         for step in steps:
@@ -187,6 +189,9 @@ class ThreadExecutor(InlineExecutor):
                 if patience.is_over(steps, self.workers[0].whereabouts()):
                     self._give_up(steps)
         self._awaited = ()
+        dead = [step.exception() for step in steps if _is_dead(step)]
+        if dead and all(isinstance(error, PeerLostError) for error in dead):
+            self.check_alive()  # the rank that has failed says why
 
     def _give_up(self, steps: Sequence[Future[StepResult]]) -> None:
         """Raise EngineDeadError for a rank that has failed, or for ranks that are late."""

@@ -129,14 +129,13 @@ def start_ranks(
                 timeout_seconds=config.distributed_timeout_seconds,
             )
             on_error.callback(ranks.close)
-            gpus = devices.visible_gpus() if config.device != "cpu" and devices.has_gpu() else []
             model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
             for rank in grid.ranks_of(0)[1:]:
                 own_cpus = cpus[rank] if cpus else set[int]()
                 interpreter = interpreters.pop() if interpreters else RankInterpreter()
                 on_error.callback(interpreter.end)
                 own_links = links.get(rank, {})
-                own_gpu = gpus[rank : rank + 1]
+                own_gpu = None if config.device == "cpu" else devices.gpu_of_rank(rank)
                 launch = RankLaunch(
                     config, model, drafter, rank, -1, memory, None, is_server, own_links, own_cpus, own_gpu
                 )
@@ -196,8 +195,19 @@ class OtherRank(ABC):
         """A text for people that says which rank has ended, where, and how."""
 
     def check_alive(self) -> None:
+        """See Worker. A rank whose device has failed between orders has said so."""
         if self._is_lost():
             raise EngineDeadError(self._end())
+        while self._has_said():
+            answer = self._next(self._connection)
+            _checked(answer)
+            assert self._num_unheard, "an answer without an order"
+            self._heard.append(answer)
+            self._num_unheard -= 1
+
+    def _has_said(self) -> bool:
+        with self._is_there():
+            return self._connection.poll()
 
     def describe(self) -> str:
         return f"{self._name} ({self._place()}{self._report})"

@@ -14,6 +14,7 @@ from quire.messages import (
     AdapterState,
     AddRequest,
     Command,
+    EngineBegun,
     EngineFailed,
     EngineInput,
     EngineMessage,
@@ -184,6 +185,8 @@ class EchoClient:
         while self._waiting and len(self._running) < self._max_num_seqs:
             row = self._waiting.popleft()
             self._running[row.request.request_id] = row
+            if row.request.is_retry:
+                self.push(EngineBegun([row.request.request_id]))
 
     def _refuse(self, request_id: str, error: QuireError) -> None:
         self._refused.append(

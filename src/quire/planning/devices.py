@@ -25,6 +25,7 @@ LEAST_CAPABILITY = 80  # the kernels need a GPU with bfloat16 in tensor cores
 _CGROUP = Path("/sys/fs/cgroup")
 _FAST_CPUS = Path("/sys/devices/cpu_core/cpus")  # Linux writes it for Intel's CPUs with two kinds of cores
 _GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
+_GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ASK_SECONDS = 60.0  # loading torch from a slow disk takes the longest
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
@@ -200,8 +201,42 @@ def visible_gpus() -> list[str]:
     """The GPUs that this process may see, as CUDA names them: numbers or UUIDs."""
     if (visible := os.environ.get(_VISIBLE)) is not None:
         return [word for name in visible.split(",") if (word := name.strip())]
-    folder = Path("/proc/driver/nvidia/gpus")
-    return [str(number) for number in range(len(list(folder.iterdir())))] if folder.is_dir() else []
+    return [str(number) for number in range(len(list(_GPU_FOLDER.iterdir())))] if _GPU_FOLDER.is_dir() else []
+
+
+def gpu_of_rank(rank: int) -> str:
+    """The GPU of one of several ranks that may see the GPUs of this process, as CUDA names it; empty: it has none.
+
+    Not every driver lists its GPUs (that of WSL does not). Then it is a number, and the rank finds out whether there is
+    such a GPU.
+    """
+    gpus = visible_gpus()
+    if not gpus and _VISIBLE not in os.environ:
+        return str(rank)
+    return gpus[rank] if rank < len(gpus) else ""
+
+
+def see_gpu(name: str) -> None:
+    """Let this process see one GPU only, or none. Call it before torch looks for GPUs.
+
+    Args:
+        name: a number or UUID, as CUDA takes it; empty: none.
+
+    Raises ConfigError in a process that uses a GPU already.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise _uses_a_gpu(name)
+    os.environ[_VISIBLE] = name
+
+
+def _uses_a_gpu(names: str) -> ConfigError:
+    return ConfigError(
+        "This process uses a GPU already",
+        value=names,
+        fix="Set CUDA_VISIBLE_DEVICES before it does",
+        param="device_ids",
+    )
 
 
 def take_gpus(first: int, count: int, names: Sequence[str] = ()) -> None:
@@ -209,6 +244,7 @@ def take_gpus(first: int, count: int, names: Sequence[str] = ()) -> None:
 
     Args:
         first: the index of the first one among `names`, or without them among the GPUs that the process may see.
+            If the driver lists none, it is the number of a GPU that may be there.
         count: their number. If there are fewer, it sees those.
         names: numbers or UUIDs, as CUDA takes them.
 
@@ -216,16 +252,13 @@ def take_gpus(first: int, count: int, names: Sequence[str] = ()) -> None:
     """
     torch = sys.modules.get("torch")
     if names and torch is not None and torch.cuda.is_initialized():
-        raise ConfigError(
-            "This process uses a GPU already",
-            value=",".join(names),
-            fix="Set CUDA_VISIBLE_DEVICES before it does",
-            param="device_ids",
-        )
+        raise _uses_a_gpu(",".join(names))
     if names and not num_gpus():
         logger.warning("--device-ids names GPUs, and this machine has none")
-    if num_gpus() > 0:
-        os.environ[_VISIBLE] = ",".join((list(names) or visible_gpus())[first : first + count])
+    known = list(names) or visible_gpus()
+    if not known and _VISIBLE not in os.environ:  # see gpu_of_rank
+        known = [str(number) for number in range(first + count)]
+    os.environ[_VISIBLE] = ",".join(known[first : first + count])
 
 
 def ask_gpu() -> GpuFacts | str:

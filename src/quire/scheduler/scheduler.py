@@ -697,12 +697,13 @@ class Scheduler:
     def _cached_prefix(self, request: Request) -> Prefix:
         """The prefix of a request in the prefix cache. It is empty if the request must not read the cache.
 
-        A fork may read it: the first continuation, which may have ended, has computed the prompt anew.
+        A fork may read it: the first continuation, which may have ended, has computed the prompt anew. So may a request
+        with output, which has computed its prompt anew: its prompt logprobs came with the first token.
         """
         params = request.sampling_params
         is_skipped = params.skip_reading_prefix_cache and request.fork_of is None
-        is_read = params.prompt_logprobs is None and not is_skipped
-        return self.kv.find_cached_prefix(request) if is_read else NO_PREFIX
+        is_anew = (params.prompt_logprobs is not None or is_skipped) and not request.output_token_ids
+        return NO_PREFIX if is_anew else self.kv.find_cached_prefix(request)
 
     def _admit(self, step: _Step, request: Request, prefix: Prefix) -> bool:
         """Start a waiting request if there are free blocks for all its known tokens.

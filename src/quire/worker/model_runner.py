@@ -87,6 +87,10 @@ class PendingStep:
         self.is_done = False
         self.error: Exception | None = None
 
+    def is_computed(self) -> bool:
+        """Whether the device has computed this step, or has failed: `result` does not wait for it."""
+        return self.is_done or self.download.is_done()
+
     def result(self) -> StepResult:
         """Wait for this step and for all earlier steps. Raises EngineDeadError if the device has failed."""
         self._runner.finish_until(self)
