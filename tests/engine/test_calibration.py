@@ -292,6 +292,22 @@ def test_a_second_round_that_is_held_up_changes_the_interval_alone() -> None:
     assert corrected.factors
 
 
+@pytest.mark.parametrize("slowness", [1.7, 0.6])
+def test_times_of_two_machines_are_not_mixed(slowness: float) -> None:
+    """The machine changes within the first round, and stays as it is then."""
+    points: list[Rows] = [[(4, 1)] * rows for rows in range(1, 9)] + [[(0, rows)] for rows in (8, 20, 40)]
+    driver = CalibratedDriver()
+    calibration, done = driver.calibration(points)
+    driver.delay([1.0] * 6 * (1 + MOST_REPEATS) + [slowness] * 200)
+    while calibration.step():
+        pass
+    for rows in (1, 2, 5, 8):
+        load = driver.cost.arithmetic.load([4] * rows, [1] * rows, rows)
+        seconds = slowness * step_seconds(driver.cost.arithmetic.demand(load), CONSTANTS)
+        assert driver.cost.predict(load).seconds == pytest.approx(seconds, rel=0.05)
+    assert done[-1].constants == driver.cost.fit.constants
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_interval_holds_moments_in_which_the_machine_was_slower(seed: int) -> None:
     """Constants are those of its fast moments. Every fourth step takes 1.6 times as long, in both rounds and later."""
