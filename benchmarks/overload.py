@@ -162,8 +162,8 @@ def main() -> None:
     try:
         bench = Bench(port, given)
         time.sleep(SETTLING_SECONDS)
-        closed = Traffic(max_concurrency=given.max_num_seqs, num_warmups=2 * given.max_num_seqs)
-        first = bench.round(8 * given.max_num_seqs, closed)
+        closed = Traffic(max_concurrency=given.max_num_seqs, num_warmups=given.max_num_seqs)
+        first = bench.round(4 * given.max_num_seqs, closed)
         num_prompts = max(4 * given.max_num_seqs, int(first["completed"] * given.seconds))
         saturation = bench.round(num_prompts, closed)["completed"]
         print(f"saturation: {saturation:.1f} requests/s", flush=True)
