@@ -402,6 +402,39 @@ def test_a_request_whose_drafter_fails_goes_on_without(caplog: pytest.LogCapture
     assert "Request r1 goes on without drafts: its logits were NaN" in caplog.text
 
 
+class Forgetful(Guesser):
+    """Raises when it is told of the end of `bad` for the first time."""
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        if request_id == "bad" and self.forgotten.count("bad") == 1:
+            raise KeyError("no such text")
+
+
+def test_a_drafter_that_cannot_forget_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Others draft on. The next request with this id has no drafts, and the one after it has some again."""
+    driver, num_failures, drafting = Driver(proposer=Forgetful(1.0)), 0, list[int]()
+
+    def count(index: int) -> None:
+        nonlocal num_failures
+        num_failures += driver.core.last_record.num_draft_failures if driver.core.last_record is not None else 0
+
+    for turn in range(3):
+        first = len(driver.batches)
+        driver.add(request("bad", prompt(5, turn), max_tokens=12))
+        driver.add(request(f"good{turn}", prompt(5, 7 + turn), max_tokens=30))
+        driver.run(count)
+        driver.check_outputs()
+        rows = [zip(batch.request_ids, batch.draft_token_ids, strict=True) for batch in driver.batches[first:]]
+        names = [name for row in rows for name, drafts in row if drafts]
+        assert f"good{turn}" in names
+        drafting.append(names.count("bad"))
+    assert drafting[0] > 0 == drafting[1] < drafting[2]
+    assert num_failures == 1
+    assert "The drafter could not forget request bad" in caplog.text
+    assert "KeyError: 'no such text'" in caplog.text, "the traceback says where"
+
+
 class Eager(Guesser):
     """Drafts whenever it is asked."""
 
