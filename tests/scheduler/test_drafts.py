@@ -259,6 +259,16 @@ def test_drafts_leave_a_token_and_a_row_of_logits_for_everybody() -> None:
         assert max_num_seqs <= max(crowded) <= num_rows
 
 
+def test_a_full_server_drafts_nothing_until_a_request_ends() -> None:
+    """With 32 requests or more each row of logits belongs to a request, also to one that waits: docs/speculation.md."""
+    driver = Driver(max_num_seqs=36, num_blocks=512, max_num_batched_tokens=200, proposer=Guesser(1.0, longest=9))
+    driver.run_all(*(request(f"r{i}", prompt(3, i), max_tokens=8 + i % 3) for i in range(40)))
+    full = [batch for batch in driver.batches if len(batch.request_ids) == 36]
+    assert len(full) > 5
+    assert not any(any(batch.draft_token_ids) for batch in full)
+    assert any(any(batch.draft_token_ids) for batch in driver.batches if len(batch.request_ids) < 36)
+
+
 @pytest.mark.parametrize("right", RIGHT)
 def test_drafts_do_not_cross_the_border_of_longrope(right: float) -> None:
     """KV behind the border is of the other rotary table: the request is computed again before it gets there."""
