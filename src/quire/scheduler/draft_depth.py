@@ -17,6 +17,9 @@ FIRST_RATE = 0.6  # the assumed rate of untried drafts: high enough to try them 
 # The gain in tokens per second from which on drafts are made. Two losses are not counted: the best of many estimated
 # chances is too good, by about 3 % with eight requests, and requests with drafts end one after the other, not together.
 MIN_GAIN = 0.04
+# The rate of all requests counts as this number of a request's own drafts: the most if requests are alike, the least if
+# they differ or if too little is known.
+LEAST_WEIGHT, MOST_WEIGHT = 8, 64
 
 
 class Acceptance:
@@ -50,14 +53,20 @@ class Acceptance:
         """First drafts that count now, at most `memory`."""
         return self._tried[0] if self._tried else 0.0
 
-    def rates(self, prior: Sequence[float], doubt: float = 0.0) -> list[float]:
+    @property
+    def num_held(self) -> float:
+        """Those of them that held."""
+        return self._held[0] if self._held else 0.0
+
+    def rates(self, prior: Sequence[float], doubt: float = 0.0, weight: float | None = None) -> list[float]:
         """The acceptance rate of each position that `prior` has.
 
         Args:
             prior: the assumed rates.
             doubt: the rates are raised by this number of standard deviations.
+            weight: counts in place of the weight of this object.
         """
-        held, tried, weight = self._held, self._tried, self._weight
+        held, tried, weight = self._held, self._tried, self._weight if weight is None else weight
         known = [(h + weight * rate) / (t + weight) for h, t, rate in zip(held, tried, prior, strict=False)]
         rates = [*known, *prior[len(known) :]]
         if not doubt:
@@ -69,13 +78,38 @@ class Acceptance:
         ]
 
     def rates_of_all(self, most: int) -> list[float]:
-        """The rates of `most` positions. The prior of a position is the rate of the position before it."""
-        rates, rate, weight = [], FIRST_RATE, self._weight
+        """The rates of `most` positions. The prior of a position is the rate of the position before it.
+
+        Priors are forgotten as the oldest drafts are.
+        """
+        rates, rate, keep = [], FIRST_RATE, self._keep
         for position in range(most):
             if position < len(self._tried):
+                weight = self._weight * (1 - self._tried[position] * (1 - keep))
                 rate = (self._held[position] + weight * rate) / (self._tried[position] + weight)
             rates.append(rate)
         return rates
+
+
+def prior_weight(requests: Sequence[Acceptance], rate: float) -> float:
+    """How much the rate of all requests says about each of them, in drafts of its own.
+
+    The rates of requests that are alike differ by chance only. With weight w, the number of t first drafts that held
+    differs from t * rate by a variance of t * rate * (1 - rate) * (1 + (t - 1) / (w + 1)): the beta-binomial
+    distribution. The result is the weight that explains the squares of these differences together (method of moments).
+    One request alone cannot show that requests are alike.
+
+    Args:
+        rate: the acceptance rate of first drafts of all requests.
+    """
+    variance, expected, excess = rate * (1 - rate), 0.0, 0.0
+    for each in requests:
+        num_tried = each.num_tried
+        expected += max(num_tried - 1, 0.0) * num_tried * variance
+        excess += (each.num_held - num_tried * rate) ** 2 - num_tried * variance
+    expected *= 1 - 1 / max(len(requests), 1)
+    weight = (1 + expected) / (1 / LEAST_WEIGHT + max(excess, 0.0))
+    return min(max(weight, LEAST_WEIGHT), MOST_WEIGHT)
 
 
 def chances(rates: Sequence[float]) -> list[float]:

@@ -129,8 +129,7 @@ class Speculation:
         try:
             drafts = self._proposer.propose(request, depth)[:depth]
         except Exception as error:  # any error only costs drafts: the request does not need them
-            logger.debug("drafting failed", exc_info=error)
-            self.fail(request, f"The drafter failed ({type(error).__name__})")
+            self.fail(request, f"The drafter failed ({type(error).__name__})", error)
             return ()
         if drafts and self._vocab_size is not None and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
             self.fail(request, f"The drafter chose {list(drafts)}, and the model has {self._vocab_size} tokens")
@@ -181,13 +180,17 @@ class Speculation:
         elif self.drafter_time is not None and seconds is not None:
             self.drafter_time.observe(seconds, depths)
 
-    def fail(self, request: Request, why: str) -> None:
-        """Let the request go on without drafts, because the drafter cannot draft for it."""
+    def fail(self, request: Request, why: str, error: Exception | None = None) -> None:
+        """Let the request go on without drafts, because the drafter cannot draft for it.
+
+        Args:
+            error: what the drafter raised in this process; its traceback is logged. None: it raised nothing here.
+        """
         if request.request_id in self._stopped:
             return
         self._stop(request)
         self._counts.num_failures += 1
-        self._failure_log.warning("Request %s goes on without drafts: %s", request.request_id, why)
+        self._failure_log.warning("Request %s goes on without drafts: %s", request.request_id, why, error=error)
 
     def _fail_for_now(self, request: Request, num_drafts: int, why: str) -> None:
         """Let the request wait before its next draft. The drafter raised in a step with `num_drafts` places for it."""
@@ -204,10 +207,18 @@ class Speculation:
             self._adaptive.settle(request, num_drafts, 0)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended. Unknown ids are allowed."""
+        """Forget a request that has ended. Unknown ids are allowed.
+
+        If the drafter cannot forget it, a later request with this id has no drafts: it could get those of this one.
+        """
         self._stopped.discard(request_id)
         self._errors.pop(request_id, None)
-        self._proposer.forget(request_id)
+        try:
+            self._proposer.forget(request_id)
+        except Exception as error:  # nobody needs the drafter: the engine goes on
+            self._stopped.add(request_id)
+            self._counts.num_failures += 1
+            self._failure_log.warning("The drafter could not forget request %s", request_id, error=error)
         if self._adaptive is not None:
             self._adaptive.forget(request_id)
 
