@@ -4,12 +4,12 @@
         --peer bfloat16 llama.cpp "python benchmarks/peers/speculating.py llama-cpp-python BF16.gguf --requests 32"
         [--cases 1x8x32,8x8x32] [--rounds 3] [--what avx2] [--save HARDWARE]
 
-A form has a name and the quantization with which Quire loads MODEL (`none`: as it is stored). `--peer FORM NAME
-COMMAND` adds an engine to a form; the command speaks the protocol of benchmarks/peers/speculating.py. The engines of a
-form are alive at the same time and take turns, and all but one are stopped. The forms follow each other. A case is
-PROMPTSxINPUTxOUTPUT: so many prompts of random tokens, each with so many greedy tokens. The first round of each case is
-not counted, because an engine may prepare things at the first prompts of a size. Tokens per second count prompts and
-answers. A ratio is the median of the ratios of the rounds.
+A form has a name and the quantization with which Quire loads MODEL (`none`: as it is stored); `--kv FORM DTYPE` gives a
+form another dtype of the KV cache. `--peer FORM NAME COMMAND` adds an engine to a form; the command speaks the protocol
+of benchmarks/peers/speculating.py. The engines of a form are alive at the same time and take turns, and all but one are
+stopped. The forms follow each other. A case is PROMPTSxINPUTxOUTPUT: so many prompts of random tokens, each with so
+many greedy tokens. The first round of each case is not counted, because an engine may prepare things at the first
+prompts of a size. Tokens per second count prompts and answers. A ratio is the median of the ratios of the rounds.
 
 To hold engines to AVX2, set QUIRE_ISA=avx2 and ONEDNN_MAX_CPU_ISA=AVX2, and compile llama.cpp for it. Whether the other
 engine obeys is another question (benchmarks/NOTES.md: OpenVINO does not).
@@ -45,11 +45,14 @@ READ_BYTES = 256 << 20
 class Ours:
     """Quire in this process."""
 
-    def __init__(self, model: str, quantization: str | None, num_requests: int, num_tokens: int) -> None:
+    def __init__(
+        self, model: str, quantization: str | None, kv_cache_dtype: str, num_requests: int, num_tokens: int
+    ) -> None:
         self._llm = LLM(
             model,
             dtype="bfloat16",
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             max_model_len=num_tokens,
             max_num_seqs=num_requests,
             enable_prefix_caching=False,
@@ -68,7 +71,8 @@ def run_form(name: str, quantization: str | None, arguments: argparse.Namespace)
     """Every case with every engine of a form, in turns. The engines live from the first case to the last one."""
     cases = arguments.cases
     most, longest = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
-    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, quantization, most, longest)}
+    kv_cache_dtype = dict(arguments.kv).get(name, "auto")
+    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, quantization, kv_cache_dtype, most, longest)}
     engines |= {peer: Peer(command) for form, peer, command in arguments.peer if form == name}
     generator = random.Random(0)
     found = []
@@ -97,7 +101,7 @@ def run_form(name: str, quantization: str | None, arguments: argparse.Namespace)
             worker.close()
     del engines
     gc.collect()
-    return {"form": name, "quantization": quantization, "cases": found}
+    return {"form": name, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype, "cases": found}
 
 
 def form_table(form: dict[str, Any]) -> list[str]:
@@ -139,6 +143,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--form", nargs=2, action="append", required=True, metavar=("NAME", "QUANTIZATION"))
     parser.add_argument("--peer", nargs=3, action="append", default=[], metavar=("FORM", "NAME", "COMMAND"))
+    parser.add_argument("--kv", nargs=2, action="append", default=[], metavar=("FORM", "DTYPE"))
     parser.add_argument(
         "--cases", type=lambda text: [tuple(map(int, case.split("x"))) for case in text.split(",")], default=CASES
     )
@@ -147,8 +152,8 @@ def main() -> None:
     parser.add_argument("--what", default="cpu", help="part of the name of result files")
     arguments = parser.parse_args()
     forms = {name: None if quantization == "none" else quantization for name, quantization in arguments.form}
-    if unknown := {form for form, _, _ in arguments.peer} - forms.keys():
-        parser.error(f"--peer of unknown forms {', '.join(sorted(unknown))}")
+    if unknown := {form for form, *_ in (*arguments.peer, *arguments.kv)} - forms.keys():
+        parser.error(f"--peer or --kv of unknown forms {', '.join(sorted(unknown))}")
     result = report.environment("python", "benchmarks/compare_peers.py") | {
         "rounds": arguments.rounds,
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
