@@ -9,7 +9,8 @@ form another dtype of the KV cache. `--peer FORM NAME COMMAND` adds an engine to
 of benchmarks/peers/speculating.py. The engines of a form are alive at the same time and take turns, and all but one are
 stopped. The forms follow each other. A case is PROMPTSxINPUTxOUTPUT: so many prompts of random tokens, each with so
 many greedy tokens. The first round of each case is not counted, because an engine may prepare things at the first
-prompts of a size. Tokens per second count prompts and answers. A ratio is the median of the ratios of the rounds.
+prompts of a size; with --count-first it is, for cases that last minutes. Tokens per second count prompts and answers. A
+ratio is the median of the ratios of the rounds.
 
 To hold engines to AVX2, set QUIRE_ISA=avx2 and ONEDNN_MAX_CPU_ISA=AVX2, and compile llama.cpp for it. Whether the other
 engine obeys is another question (benchmarks/NOTES.md: OpenVINO does not).
@@ -78,7 +79,7 @@ def run_form(name: str, quantization: str | None, arguments: argparse.Namespace)
     found = []
     for requests, input_length, output_length in cases:
         rounds: list[dict[str, float]] = []
-        for number in range(arguments.rounds + 1):
+        for number in range(1 if arguments.count_first else 0, arguments.rounds + 1):
             if arguments.on_enter:
                 print(f"{name} {requests}x{input_length}x{output_length}, round {number}", flush=True)
                 sys.stdin.readline()
@@ -127,10 +128,8 @@ def markdown(result: dict[str, Any]) -> str:
     """The result file for people."""
     limits = ", ".join(f"{name}={value}" for name, value in result["limits"].items()) or "none"
     lines = report.heading("A dense model beside other engines", result)
-    lines.append(
-        f"- Engines in turns, {result['rounds']} rounds after one that is not counted, all others stopped; limits: "
-        f"{limits}."
-    )
+    behind = "" if result["counts_first"] else " after one that is not counted"
+    lines.append(f"- Engines in turns, {result['rounds']} rounds{behind}, all others stopped; limits: {limits}.")
     lines.append("- Tokens per second count the tokens of prompts and answers. Their times are medians over rounds.")
     lines.append("- A ratio is the median over rounds, with the least and the greatest in brackets.")
     for form in result["forms"]:
@@ -148,6 +147,7 @@ def main() -> None:
         "--cases", type=lambda text: [tuple(map(int, case.split("x"))) for case in text.split(",")], default=CASES
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--count-first", action="store_true", help="count the first round of each case too")
     parser.add_argument("--on-enter", action="store_true", help="wait for a line before each round of a case")
     parser.add_argument("--what", default="cpu", help="part of the name of result files")
     arguments = parser.parse_args()
@@ -156,6 +156,7 @@ def main() -> None:
         parser.error(f"--peer or --kv of unknown forms {', '.join(sorted(unknown))}")
     result = report.environment("python", "benchmarks/compare_peers.py") | {
         "rounds": arguments.rounds,
+        "counts_first": arguments.count_first,
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "forms": [run_form(name, quantization, arguments) for name, quantization in forms.items()],
     }
