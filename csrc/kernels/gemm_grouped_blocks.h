@@ -263,7 +263,7 @@ inline void add_supers_through_memory(int rows, const SuperRun& run, int32_t* su
 //                  prefetch.fetch() once per quad, or, packed, per two
 // With kHasPairs, blocks of kLeastPairRows rows and more take pairs of codes of 8 bits, in tiles of up to kPairRows:
 // Tile::sum_pairs(weights, quads, group_quads, pair_sums)
-//                  what the products of pairs contain for the weights alone, to be taken off: pair_sums[groups][64]
+//                  minus what products of pairs contain for the weights alone: pair_sums[groups][64]
 // Tile::run_pairs(rows, codes, stride, weights, quads, row_sums, pair_sums, sums, is_first, prefetch)
 //                  like run<>; row_sums[rows] belong to the whole group, and pair_sums[64] to these quads
 // Tile::kAddsGroups, Tile::adds_groups(rows)    there is a faster way for whole groups:

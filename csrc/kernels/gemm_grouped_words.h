@@ -224,42 +224,44 @@ QUIRE_INLINE_ON_AVX2 inline void add_pairs(const Quads<kRows, true>& x, int64_t 
   }
 }
 
-// sums -= the products of pairs of each row, and of each column.
+// The sums of a group before its first product: less the products of pairs of each row, plus `column_sums`.
 template <int kRows>
-inline void take_off_pairs(const int32_t* row_sums, const int32_t* column_sums, Sums<kRows, 2>& sums) {
+inline void begin_pairs(const int32_t* row_sums, const int32_t* column_sums, Sums<kRows, 2>& sums) {
 #pragma GCC unroll 2
   for (int v = 0; v < 2; ++v) {
     const I32 of_columns = load_i32(column_sums + v * kLanes);
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r)
-      sums[r][v] = _mm256_sub_epi32(_mm256_sub_epi32(sums[r][v], of_columns), broadcast_i32(row_sums[r]));
+    for (int r = 0; r < kRows; ++r) sums[r][v] = subtract(of_columns, row_sums[r]);
   }
 }
 
-// Part of a group, as run_part(). The products of pairs of the whole group are taken off the rows' sums at once.
+// Part of a group, as run_part(). The products of pairs of the rows are taken off in the first part, for all of them.
 template <int kRows>
 void run_pairs(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, const int32_t* row_sums,
                const int32_t* column_sums, int32_t* out, bool is_first, Prefetch& prefetch) {
   const Quads<kRows, true> x(codes, stride, quads);
-  static constexpr int32_t kNone[kRows] = {};
   Share<2> share(prefetch);
   for (int64_t column = 0; column < kPanelWidth; column += 2 * kLanes) {
+    int32_t* const to = out + column;
     Sums<kRows, 2> sums;
+    if (is_first) {
+      begin_pairs<kRows>(row_sums, column_sums + column, sums);
+    } else {
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r)
+      for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v)
-        sums[r][v] = is_first ? zero_i32() : load_i32(out + r * kPanelWidth + column + v * kLanes);
-    take_off_pairs<kRows>(is_first ? row_sums : kNone, column_sums + column, sums);
+        for (int v = 0; v < 2; ++v)
+          sums[r][v] = add(load_i32(to + r * kPanelWidth + v * kLanes), load_i32(column_sums + column + v * kLanes));
+    }
     add_pairs<kRows>(x, 0, quads, weights + column * kQuad, share, sums);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) store_i32(out + r * kPanelWidth + column + v * kLanes, sums[r][v]);
+      for (int v = 0; v < 2; ++v) store_i32(to + r * kPanelWidth + v * kLanes, sums[r][v]);
   }
 }
 
-// w0 w1 + w2 w3 of all quads of each group, for each column: pair_sums[groups][64].
+// -(w0 w1 + w2 w3) of all quads of each group, for each column: pair_sums[groups][64].
 inline void sum_pairs(const uint8_t* weights, int64_t quads, int64_t group_quads, int32_t* pair_sums) {
   constexpr int kVectors = kPanelWidth / kLanes;
   for (; quads > 0; quads -= group_quads, pair_sums += kPanelWidth) {
@@ -272,7 +274,7 @@ inline void sum_pairs(const uint8_t* weights, int64_t quads, int64_t group_quads
         sums[0][v] = add(sums[0][v], multiply_pairs(even_bytes(codes), odd_bytes(codes)));
       }
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) store_i32(pair_sums + v * kLanes, sums[0][v]);
+    for (int v = 0; v < kVectors; ++v) store_i32(pair_sums + v * kLanes, _mm256_sub_epi32(zero_i32(), sums[0][v]));
   }
 }
 
@@ -437,8 +439,7 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
 #pragma GCC unroll 8
           for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_pairs(sums[r][v], ones());
       } else if constexpr (kWay == Way::pairs) {
-        set_zero<kRows, kVectors>(sums);
-        take_off_pairs<kRows>(row_sums, run.pair_sums + g * kPanelWidth + column, sums);
+        begin_pairs<kRows>(row_sums, run.pair_sums + g * kPanelWidth + column, sums);
         add_pairs<kRows>(x, g * group_quads, group_quads, w, share, sums);
         row_sums += pitch;
       } else {
