@@ -2,7 +2,7 @@
 
     python speculating.py openvino MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-server BINARY MODEL.gguf [--draft MODEL.gguf | --lookup] [--drafts 4] [--requests 8]
-    python speculating.py llama-cpp-python MODEL.gguf [--requests 8]
+    python speculating.py llama-cpp-python MODEL.gguf [--requests 8] [--kv Q8_0]
     python speculating.py vllm MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8] [--ranks 2]
     python speculating.py quire MODEL [--quantization int8] [--requests 8]
 
@@ -99,6 +99,9 @@ def llama_library(arguments: argparse.Namespace) -> Generate:
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_seq_max = arguments.context * arguments.requests, arguments.requests
     params.n_threads = params.n_threads_batch = arguments.threads
+    if arguments.kv:  # quantized values need flash attention
+        params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{arguments.kv}")
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     context = llama_cpp.llama_init_from_model(model, params)
     vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
@@ -200,7 +203,9 @@ def main() -> None:
         engine.add_argument("model")
         if start is another_quire:
             engine.add_argument("--quantization")
-        elif start is not llama_library:
+        elif start is llama_library:
+            engine.add_argument("--kv", metavar="TYPE", help="ggml's type of keys and values, such as Q8_0")
+        else:
             drafter = engine.add_mutually_exclusive_group()
             drafter.add_argument("--draft", metavar="MODEL", help="a model that drafts")
             drafter.add_argument("--lookup", action="store_true", help="take drafts from the text")

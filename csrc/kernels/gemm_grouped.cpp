@@ -113,8 +113,11 @@ struct DotTile {
   static constexpr int64_t kMaxRows = QUIRE_ISA::kMaxRows, kRowUnit = 1;
   static constexpr bool kSigned = false, kAddsGroups = true;
   static bool adds_groups(int64_t) { return true; }
-  // Not where a tile takes a part of the columns at a time: without prefetching 2 to 6 rows were 0.4 to 0.7 times as
-  // fast. Nor with packed codes in registers of 256 bits: 0.6 to 0.9 (Zen 4, one row).
+  // A tile that takes a part of the columns at a time does not read in that order. Without fetching it had 0.38 to 0.43
+  // of the speed with 2 rows (int8 0.64), 0.44 to 0.55 with 4 and 0.58 to 0.69 with 6. One row of packed codes reads in
+  // that order, but in registers of 256 bits it had 0.64 to 0.83, for a reason that is not known. One row of 8 bits had
+  // 1.17 (Q8_0) and 1.51 (int8). All of this is about Zen 4 held to AVX2, one thread; other CPUs are always given the
+  // fetches, and 512 bits keep the rule that was measured with VNNI.
   static bool is_in_order(int64_t rows, Codes codes) {
     return num_vectors(static_cast<int>(rows)) * kLanes == kPanelWidth && (kLanes == 16 || codes == Codes::bytes);
   }
@@ -155,6 +158,22 @@ struct DotTile {
                                    run_part<4, kCodes>, run_part<5, kCodes>, run_part<6, kCodes>};
     kRun[rows - 1](codes, stride, weights, quads, bits, sums, is_first, prefetch);
   }
+
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
+  static void sum_pairs(const uint8_t* weights, int64_t quads, int64_t group_quads, int32_t* pair_sums) {
+    QUIRE_ISA::sum_pairs(weights, quads, group_quads, pair_sums);
+  }
+
+  static void run_pairs(int rows, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads,
+                        const int32_t* row_sums, const int32_t* pair_sums, int32_t* sums, bool is_first,
+                        Prefetch& prefetch) {
+    using Run = void (*)(const int8_t*, int64_t, const uint8_t*, int64_t, const int32_t*, const int32_t*, int32_t*,
+                         bool, Prefetch&);
+    static constexpr Run kRun[kPairRows] = {QUIRE_ISA::run_pairs<1>, QUIRE_ISA::run_pairs<2>, QUIRE_ISA::run_pairs<3>,
+                                            QUIRE_ISA::run_pairs<4>};
+    kRun[rows - 1](codes, stride, weights, quads, row_sums, pair_sums, sums, is_first, prefetch);
+  }
+#endif
 };
 
 #elif QUIRE_ISA_LEVEL < QUIRE_LEVEL_NEON

@@ -23,6 +23,7 @@ logger = get_logger(__name__)
 
 LEAST_CAPABILITY = 80  # the kernels need a GPU with bfloat16 in tensor cores
 _CGROUP = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
 _FAST_CPUS = Path("/sys/devices/cpu_core/cpus")  # Linux writes it for Intel's CPUs with two kinds of cores
 _GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
 _GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
@@ -145,10 +146,16 @@ def allowed_cpus() -> set[int]:
 
 
 def _efficient_cpus() -> set[int]:
-    """The CPUs of this process that are slower than its other CPUs."""
+    """The CPUs of this process that are slower than its other CPUs.
+
+    On ARM64, Linux gives each CPU a capacity, and a slower one has less than half of the largest.
+    """
     allowed = allowed_cpus()
-    fast = allowed & cpu_list(_read_text(_FAST_CPUS) or "")
-    return allowed - fast if fast else set()
+    if fast := allowed & cpu_list(_read_text(_FAST_CPUS) or ""):
+        return allowed - fast
+    capacities = {cpu: int(_read_text(_CPUS / f"cpu{cpu}" / "cpu_capacity") or 0) for cpu in allowed}
+    largest = max(capacities.values(), default=0)
+    return {cpu for cpu, capacity in capacities.items() if 2 * capacity < largest}
 
 
 def cpu_list(text: str) -> set[int]:
@@ -165,7 +172,7 @@ def physical_cores(cpus: set[int]) -> int:
     """The number of cores that have these CPUs. SMT siblings count once."""
     cores = set()
     for cpu in cpus:
-        siblings = _read_text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+        siblings = _read_text(_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list")
         cores.add(siblings.strip() if siblings else str(cpu))
     return len(cores)
 

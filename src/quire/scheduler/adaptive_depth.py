@@ -51,8 +51,8 @@ MOST_EARNED = 0.5
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 # What is kept of the credit, in steps, when the number of requests changes. What others have saved would be spent at
 # once on trials of new requests, which would lose much of a short answer's time. The rest is kept apart, up to
-# MOST_SAVED or what the longest trial takes. A request may spend as much of it on a trial as the request has added since
-# its last drafts.
+# MOST_SAVED or what the longest trial takes. A request may spend as much of it on a trial as the request has added
+# since its last drafts.
 MOST_KEPT = 1
 MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
