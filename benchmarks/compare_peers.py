@@ -73,8 +73,8 @@ def run_form(name: str, quantization: str | None, arguments: argparse.Namespace)
     """Every case with every engine of a form, in turns. The engines live from the first case to the last one."""
     cases = arguments.cases
     most, longest = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
-    forms = {"quantization": quantization, "kv_cache_dtype": dict(arguments.kv).get(name, "auto")}
-    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, most, longest, arguments.ranks, **forms)}
+    how = {"quantization": quantization, "kv_cache_dtype": dict(arguments.kv).get(name, "auto")}
+    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, most, longest, arguments.ranks, **how)}
     engines |= {peer: Peer(command) for form, peer, command in arguments.peer if form == name}
     generator = random.Random(0)
     found = []
@@ -103,7 +103,7 @@ def run_form(name: str, quantization: str | None, arguments: argparse.Namespace)
             worker.close()
     del engines
     gc.collect()
-    return {"form": name, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype, "cases": found}
+    return {"form": name, **how, "cases": found}
 
 
 def form_table(form: dict[str, Any]) -> list[str]:
