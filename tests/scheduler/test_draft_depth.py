@@ -297,6 +297,29 @@ def test_a_size_that_is_believed_to_take_too_long_is_tried(
     assert slow[0] <= num_requests * (1 + best) <= slow[1]
 
 
+def test_one_more_draft_that_no_text_gives_is_not_asked_for_again_at_once() -> None:
+    """Half of the requests find nothing, so no step has the size that is tried."""
+    num_looks, asked = 0, list[int]()
+
+    def counted(starts: Sequence[int], most: int) -> list[float]:
+        nonlocal num_looks
+        num_looks += 1
+        return FEW_ROWS(starts, most)
+
+    stream = Stream(8, [0.8, *[0.1] * (MOST - 1)], FEW_ROWS, found=[1.0, 0.0] * 4)
+    adaptive = AdaptiveDepth(counted)
+    choose = stream.adaptive(adaptive)
+
+    def noted() -> Sequence[int]:
+        depths = choose()
+        asked.append(adaptive._further)
+        return depths
+
+    stream.run(640, noted, adaptive.settle)
+    assert 0 < sum(asked) <= 20
+    assert num_looks <= 64
+
+
 @pytest.mark.parametrize("acceptance", [0.6, 0.7, 0.77, 0.8])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_what_drafts_have_gained_is_not_lost_where_they_do_not_pay(drafter: str, acceptance: float) -> None:

@@ -51,8 +51,7 @@ MOST_EARNED = 0.5
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 # What is kept of the credit, in steps, when the number of requests changes. What others have saved would be spent at
 # once on trials of new requests, which would lose much of a short answer's time. The rest is kept apart, up to
-# MOST_SAVED or what the longest trial takes. A request may spend as much of it on a trial as the request has added
-# since its last drafts.
+# MOST_SAVED or what the longest trial takes. A request may spend of it what it has added since its last drafts.
 MOST_KEPT = 1
 MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
@@ -418,6 +417,7 @@ class AdaptiveDepth:
         if self._credit < self._more_seconds(further) - self._more_seconds(depths):
             return 0
         self._next_look = self._step + 1
+        self._last_steps[size] = self._step  # also if a drafter finds fewer in the text
         return 1
 
     def _own_savings(self, due: Sequence[tuple[float, str]]) -> float:
