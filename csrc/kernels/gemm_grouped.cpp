@@ -158,22 +158,6 @@ struct DotTile {
                                    run_part<4, kCodes>, run_part<5, kCodes>, run_part<6, kCodes>};
     kRun[rows - 1](codes, stride, weights, quads, bits, sums, is_first, prefetch);
   }
-
-#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
-  static void sum_pairs(const uint8_t* weights, int64_t quads, int64_t group_quads, int32_t* pair_sums) {
-    QUIRE_ISA::sum_pairs(weights, quads, group_quads, pair_sums);
-  }
-
-  static void run_pairs(int rows, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads,
-                        const int32_t* row_sums, const int32_t* pair_sums, int32_t* sums, bool is_first,
-                        Prefetch& prefetch) {
-    using Run = void (*)(const int8_t*, int64_t, const uint8_t*, int64_t, const int32_t*, const int32_t*, int32_t*,
-                         bool, Prefetch&);
-    static constexpr Run kRun[kPairRows] = {QUIRE_ISA::run_pairs<1>, QUIRE_ISA::run_pairs<2>, QUIRE_ISA::run_pairs<3>,
-                                            QUIRE_ISA::run_pairs<4>};
-    kRun[rows - 1](codes, stride, weights, quads, row_sums, pair_sums, sums, is_first, prefetch);
-  }
-#endif
 };
 
 #elif QUIRE_ISA_LEVEL < QUIRE_LEVEL_NEON

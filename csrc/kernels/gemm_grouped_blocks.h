@@ -9,8 +9,6 @@ namespace {
 
 constexpr int64_t kUnpackedQuads = 64;  // 16 KiB, in L1 beside sums and rows of the input
 constexpr int64_t kMinGroupQuads = 4;
-constexpr int64_t kPairRows = 4;        // rows of a tile that takes pairs, see add_pairs in gemm_grouped_words.h
-constexpr int64_t kLeastPairRows = 12;  // fewer rows are not worth the sums of pairs of the weights
 
 // One code per byte: the halves of bytes, and the integers of e2m1 codes (kE2m1).
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
@@ -168,7 +166,6 @@ struct GroupRun {
   const uint8_t* weights;       // [groups][quads][64][4]
   const DecodedGroup* numbers;  // [groups]
   float* totals;                // [rows][64]
-  const int32_t* pair_sums;     // [groups][64], see Tile::sum_pairs; nullptr: the rows do not take pairs
 };
 
 // Whole super-groups of a panel with `super_groups` groups each, and their rows of the input.
@@ -261,11 +258,6 @@ inline void add_supers_through_memory(int rows, const SuperRun& run, int32_t* su
 // Tile::run<codes, signed>(rows, bits, codes, stride, weights, quads, sums, is_first, prefetch)
 //                  sums[rows][64] = (is_first ? 0 : sums) + codes[rows][quads] * weights[quads][64][4], and
 //                  prefetch.fetch() once per quad, or, packed, per two
-// With kHasPairs, blocks of kLeastPairRows rows and more take pairs of codes of 8 bits, in tiles of up to kPairRows:
-// Tile::sum_pairs(weights, quads, group_quads, pair_sums)
-//                  minus what products of pairs contain for the weights alone: pair_sums[groups][64]
-// Tile::run_pairs(rows, codes, stride, weights, quads, row_sums, pair_sums, sums, is_first, prefetch)
-//                  like run<>; row_sums[rows] belong to the whole group, and pair_sums[64] to these quads
 // Tile::kAddsGroups, Tile::adds_groups(rows)    there is a faster way for whole groups:
 // Tile::add_groups<codes, offset>(rows, run, prefetch)
 //                  the same, and groups are added to the float sums
@@ -286,9 +278,7 @@ inline void run_form(const GemmBlock& block) {
   const int64_t group_quads = args.weight.form.group_size / kQuad, num_quads = layout.num_groups * group_quads;
   const int64_t stored_quad_bytes = kQuadBytes * args.weight.form.bits / 8;
   const int64_t num_rows = block.row_end - block.row_begin;
-  constexpr bool kCanTakePairs = kHasPairs && kCodes == Codes::bytes && !kFactors;
-  const bool takes_pairs = kCanTakePairs && num_rows >= kLeastPairRows;
-  const int64_t num_tiles = ceil_div(num_rows, takes_pairs ? kPairRows : Tile::kMaxRows);
+  const int64_t num_tiles = ceil_div(num_rows, Tile::kMaxRows);
   // nearly equal heights: 7 rows are 4 + 3
   const int64_t tile_rows = round_up(ceil_div(num_rows, num_tiles), Tile::kRowUnit);
   const auto passes_of = [](int64_t rows) { return kFactors ? Tile::super_passes(rows) : 1; };
@@ -297,15 +287,12 @@ inline void run_form(const GemmBlock& block) {
   // with factors, sums of a tile and of its super-groups
   const int64_t totals_rows = num_rows + kPaddedRows, sums_rows = kFactors ? 2 * Tile::kMaxRows : totals_rows;
   constexpr int64_t kNumbersBytes = kMaxQuads / kMinGroupQuads * sizeof(DecodedGroup);
-  constexpr int64_t kPairSums = kCanTakePairs ? kMaxQuads / kMinGroupQuads * kPanelWidth : 0;
-  uint8_t* const unpacked = static_cast<uint8_t*>(
-      scratch(Scratch::gemm_tiles,
-              kUnpackedQuads * kQuadBytes + kNumbersBytes + 4 * (kPanelWidth * (sums_rows + totals_rows) + kPairSums)));
+  uint8_t* const unpacked = static_cast<uint8_t*>(scratch(
+      Scratch::gemm_tiles, kUnpackedQuads * kQuadBytes + kNumbersBytes + 4 * kPanelWidth * (sums_rows + totals_rows)));
   DecodedGroup* const numbers = reinterpret_cast<DecodedGroup*>(unpacked + kUnpackedQuads * kQuadBytes);
   int32_t* const sums = reinterpret_cast<int32_t*>(unpacked + kUnpackedQuads * kQuadBytes + kNumbersBytes);
   int32_t* const supers = sums + kPanelWidth * Tile::kMaxRows;
   float* const totals = reinterpret_cast<float*>(sums + kPanelWidth * sums_rows);
-  int32_t* const pair_sums = sums + kPanelWidth * (sums_rows + totals_rows);
   // blocks have whole units
   const int64_t unit_quads = kFactors ? group_quads * args.weight.form.super_size : group_quads;
   const int64_t block_quads = unit_quads > kMaxQuads ? kMaxQuads : kMaxQuads / unit_quads * unit_quads;
@@ -342,9 +329,6 @@ inline void run_form(const GemmBlock& block) {
         unpack_codes<kSigned>(args.weight.form, weights, end - begin, unpacked, plan.of_pass(0));
         weights = unpacked;
       }
-      if constexpr (kCanTakePairs) {
-        if (takes_pairs) Tile::sum_pairs(weights, end - begin, std::min(group_quads, end - begin), pair_sums);
-      }
       int pass = kUnpacks;
       for (int64_t tile = 0; tile < num_tiles; ++tile) {
         const int64_t row = tile * tile_rows, rows = std::min(tile_rows, num_rows - row);
@@ -376,8 +360,7 @@ inline void run_form(const GemmBlock& block) {
                                .bits = args.weight.form.product_bits(),
                                .weights = weights,
                                .numbers = numbers,
-                               .totals = totals + row * kPanelWidth,
-                               .pair_sums = takes_pairs ? pair_sums : nullptr};
+                               .totals = totals + row * kPanelWidth};
             Tile::template add_groups<kCodes, kOffset>(static_cast<int>(rows), run, prefetch);
             continue;
           }
@@ -386,18 +369,10 @@ inline void run_form(const GemmBlock& block) {
           const int64_t group = quad / group_quads;
           next = std::min(end, (group + 1) * group_quads);
           int32_t* const tile_sums = sums + row * kPanelWidth;
-          const int8_t* const tile_codes = input.codes + (block.row_begin + row) * input.stride + quad * kQuad;
-          const uint8_t* const from = weights + (quad - begin) * kWeightBytes;
-          const bool is_first = quad == group * group_quads;
-          if (kCanTakePairs && takes_pairs) {
-            if constexpr (kCanTakePairs)
-              Tile::run_pairs(static_cast<int>(rows), tile_codes, input.stride, from, next - quad,
-                              input.pair_sums + input.at(block.row_begin + row, group), pair_sums, tile_sums, is_first,
-                              prefetch);
-          } else {
-            Tile::template run<kCodes, kSigned>(static_cast<int>(rows), args.weight.form.product_bits(), tile_codes,
-                                                input.stride, from, next - quad, tile_sums, is_first, prefetch);
-          }
+          Tile::template run<kCodes, kSigned>(static_cast<int>(rows), args.weight.form.product_bits(),
+                                              input.codes + (block.row_begin + row) * input.stride + quad * kQuad,
+                                              input.stride, weights + (quad - begin) * kWeightBytes, next - quad,
+                                              tile_sums, quad == group * group_quads, prefetch);
           if (next == (group + 1) * group_quads)
             add_group_of_rows<kOffset, kSigned>(input, block.row_begin + row, rows, group, numbers[group - first_group],
                                                 tile_sums, totals + row * kPanelWidth);

@@ -14,8 +14,6 @@ constexpr int64_t kPaddedRows = 16;  // tiles read whole tiles
 // Tiles keep sums of products in 16 bits, see gemm_grouped_words.h.
 constexpr bool kHasWords = QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2 || QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512;
 constexpr int64_t kPieceSize = 16;  // elements that share a sum for the zero there
-// Tiles of many rows multiply sums of codes of 8 bits, see add_pairs in gemm_grouped_words.h.
-constexpr bool kHasPairs = QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2;
 
 // The correction of a sum for a weight's form: a zero in the middle of the codes, a zero per group, or a minimum per
 // group.
@@ -43,8 +41,6 @@ struct QuantizedRows {
   int32_t* zero_sums;     // the same memory
   int16_t* minimum_sums;  // the same, in pairs
   bool has_piece_sums;    // and these pairs belong to pieces
-  int32_t* pair_sums;     // per group, codes[0] codes[1] + codes[2] codes[3] + ...; only if has_pair_sums
-  bool has_pair_sums;
 
   QuantizedRows(const GemmArgs& args, void* input) {
     const GroupedForm& form = args.weight.form;
@@ -64,18 +60,13 @@ struct QuantizedRows {
     offset_factors = scales + number_pitch * num_scales;
     zero_sums = reinterpret_cast<int32_t*>(offset_factors);
     minimum_sums = reinterpret_cast<int16_t*>(offset_factors);
-    has_pair_sums = kHasPairs && form.bits == 8 && !form.has_factors();
-    pair_sums = zero_sums + number_pitch * num_sums();
   }
 
   // the place of the scale, or of the number for offsets, with this index
   int64_t at(int64_t row, int64_t index) const { return index * number_pitch + row; }
   int64_t num_sums() const { return num_scales * sums_per_scale; }
   static int64_t padded_rows(int64_t m) { return round_up(m, kPaddedRows); }
-  int64_t bytes(int64_t m) const {
-    return padded_rows(m) * stride +
-           4 * number_pitch * (num_scales + num_sums() + (has_pair_sums ? num_groups : int64_t{0}));
-  }
+  int64_t bytes(int64_t m) const { return padded_rows(m) * stride + 4 * number_pitch * (num_scales + num_sums()); }
 };
 
 inline int64_t grouped_input_bytes(const GemmArgs& args) { return QuantizedRows(args, nullptr).bytes(args.m); }
@@ -139,20 +130,6 @@ inline int32_t piece_sums(const int8_t* codes, int middle) {
 }
 #endif
 
-#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
-// codes[0] codes[1] + codes[2] codes[3] + ... of `size` codes, a multiple of 16.
-inline int32_t sum_of_pair_products(const int8_t* codes, int64_t size) {
-  __m128i sums = _mm_setzero_si128();
-  for (int64_t i = 0; i < size; i += 16) {
-    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i));
-    const __m128i even = _mm_srai_epi16(_mm_slli_epi16(x, 8), 8), odd = _mm_srai_epi16(x, 8);
-    sums = _mm_add_epi32(sums, _mm_madd_epi16(even, odd));
-  }
-  sums = _mm_add_epi32(sums, _mm_srli_si128(sums, 8));
-  return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_srli_si128(sums, 4)));
-}
-#endif
-
 // One row, in the order of the weight's columns.
 template <class T>
 inline void quantize_row(const GemmArgs& args, const T* x, int64_t row, const QuantizedRows& rows) {
@@ -176,10 +153,6 @@ inline void quantize_row(const GemmArgs& args, const T* x, int64_t row, const Qu
           sums[i * rows.number_pitch] = piece_sums(codes + first + i * kPieceSize, args.weight.form.middle());
         continue;
       }
-#endif
-#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
-      if (rows.has_pair_sums)
-        rows.pair_sums[rows.at(row, first_group + g)] = sum_of_pair_products(codes + first, group_size);
 #endif
       if (offset == Offset::middle) {
         rows.zero_sums[rows.at(row, first_group + g)] = static_cast<int32_t>(sum) * args.weight.form.middle();

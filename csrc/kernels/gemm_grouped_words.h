@@ -5,7 +5,7 @@
 //   8
 //                        with codes up to 4 bits, 4 with 5 bits, 2 with 6.
 //   codes of 8 bits      by vpmaddwd, widened to 16 bits, because vpmaddubsw would saturate. Rows of x are widened once
-//                        per block. AVX2 multiplies sums of two codes of many rows (add_pairs).
+//                        per block.
 // All give exact sums.
 #pragma once
 
@@ -180,106 +180,6 @@ QUIRE_INLINE_ON_AVX2 inline void add_wide(const Quads<kRows, true>& x, int64_t f
   }
 }
 
-#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
-
-// sums += (x0 + w1) (x1 + w0) of each pair of elements. Assembly, so that g++ 12 keeps all sums in registers.
-inline I32 add_products_of_sums(I32 sums, I32 even_w, I32 odd_w, I32 even_x, I32 odd_x) {
-  I32 left, right;
-  __asm__("vpaddw %3, %6, %1\n\tvpaddw %4, %5, %2\n\tvpmaddwd %2, %1, %1\n\tvpaddd %1, %0, %0"
-          : "+x"(sums), "=&x"(left), "=&x"(right)
-          : "x"(odd_w), "x"(even_w), "x"(odd_x), "x"(even_x));
-  return sums;
-}
-
-// sums += quads [first, first + count), with products of sums of two codes (S. Winograd, "A New Algorithm for Inner
-// Product", IEEE Transactions on Computers C-17, 1968):
-//   x0 w0 + x1 w1 = (x0 + w1) (x1 + w0) - x0 x1 - w0 w1
-// The sums begin with what this takes off: the products of pairs of a row alone and of a column alone. A vpmaddwd
-// multiplies twice as many codes as after widening, and two additions more come with it. These run on all vector pipes,
-// and vpmaddwd only on two: 1.15 times as fast with 4 rows as add_wide with 6 (Zen 4, in L1). Sums of codes are in
-// [-127, 382], so products fit into 32 bits. Sums of products may wrap around, but what is left of them fits.
-template <int kRows>
-QUIRE_INLINE_ON_AVX2 inline void add_pairs(const Quads<kRows, true>& x, int64_t first, int64_t count, const uint8_t* w,
-                                           Share<2>& share, Sums<kRows, 2>& sums) {
-  constexpr int kUnit = 2;
-  constexpr int64_t kFetched = 2 * kPanelWidth / (2 * kLanes);  // as in add_wide
-  for (const int64_t last = first + count; first < last; first += kUnit, w += kUnit * kQuadBytes) {
-    if (first % kFetched == 0) share.fetch(static_cast<int>(std::min(kFetched, last - first)));
-#pragma GCC unroll 2
-    for (int quad = 0; quad < kUnit; ++quad) {
-      I32 even[2], odd[2];
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        const I32 codes = load_i32(w + quad * kQuadBytes + v * sizeof(I32));
-        even[v] = even_bytes(codes);
-        odd[v] = odd_bytes(codes);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const I32 even_x = x.even(r, first + quad), odd_x = x.odd(r, first + quad);
-#pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) sums[r][v] = add_products_of_sums(sums[r][v], even[v], odd[v], even_x, odd_x);
-      }
-    }
-  }
-}
-
-// The sums of a group before its first product: less the products of pairs of each row, plus `column_sums`.
-template <int kRows>
-inline void begin_pairs(const int32_t* row_sums, const int32_t* column_sums, Sums<kRows, 2>& sums) {
-#pragma GCC unroll 2
-  for (int v = 0; v < 2; ++v) {
-    const I32 of_columns = load_i32(column_sums + v * kLanes);
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) sums[r][v] = subtract(of_columns, row_sums[r]);
-  }
-}
-
-// Part of a group, as run_part(). The products of pairs of the rows are taken off in the first part, for all of them.
-template <int kRows>
-void run_pairs(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, const int32_t* row_sums,
-               const int32_t* column_sums, int32_t* out, bool is_first, Prefetch& prefetch) {
-  const Quads<kRows, true> x(codes, stride, quads);
-  Share<2> share(prefetch);
-  for (int64_t column = 0; column < kPanelWidth; column += 2 * kLanes) {
-    int32_t* const to = out + column;
-    Sums<kRows, 2> sums;
-    if (is_first) {
-      begin_pairs<kRows>(row_sums, column_sums + column, sums);
-    } else {
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v)
-          sums[r][v] = add(load_i32(to + r * kPanelWidth + v * kLanes), load_i32(column_sums + column + v * kLanes));
-    }
-    add_pairs<kRows>(x, 0, quads, weights + column * kQuad, share, sums);
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) store_i32(to + r * kPanelWidth + v * kLanes, sums[r][v]);
-  }
-}
-
-// -(w0 w1 + w2 w3) of all quads of each group, for each column: pair_sums[groups][64].
-inline void sum_pairs(const uint8_t* weights, int64_t quads, int64_t group_quads, int32_t* pair_sums) {
-  constexpr int kVectors = kPanelWidth / kLanes;
-  for (; quads > 0; quads -= group_quads, pair_sums += kPanelWidth) {
-    Sums<1, kVectors> sums;
-    set_zero<1, kVectors>(sums);
-    for (int64_t quad = 0; quad < group_quads; ++quad, weights += kQuadBytes)
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        const I32 codes = load_i32(weights + v * sizeof(I32));
-        sums[0][v] = add(sums[0][v], multiply_pairs(even_bytes(codes), odd_bytes(codes)));
-      }
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) store_i32(pair_sums + v * kLanes, _mm256_sub_epi32(zero_i32(), sums[0][v]));
-  }
-}
-
-#endif
-
 template <Codes kCodes>
 constexpr bool kIsWide = kHasWords && kCodes == Codes::bytes;
 
@@ -405,16 +305,13 @@ QUIRE_INLINE_ON_AVX2 inline void add_sums(const Sums<kRows, kVectors>& sums, con
   }
 }
 
-// How the sums of a group are computed. eight: the group is 8 quads of 4-bit codes, so its sums in 16 bits are all that
-// it has. pairs: see add_pairs.
-enum class Way { chunks, eight, pairs };
-
-// Whole groups of a block, for kRows rows. The float sums are in L1.
-template <int kRows, Codes kCodes, Offset kOffset, Way kWay>
+// Whole groups of a block, for kRows rows. The float sums are in L1. kIsEight: a group is 8 quads of 4-bit codes, so
+// its sums in 16 bits are all that it has.
+template <int kRows, Codes kCodes, Offset kOffset, bool kIsEight>
 void add_groups(const GroupRun& run, Prefetch& prefetch) {
-  constexpr int kVectors = kWay == Way::pairs ? 2 : num_vectors(kRows);
+  constexpr int kVectors = num_vectors(kRows);
   const QuantizedRows& input = *run.input;
-  const int64_t group_quads = kWay == Way::eight ? 8 : run.group_quads, quads = run.num_groups * group_quads;
+  const int64_t group_quads = kIsEight ? 8 : run.group_quads, quads = run.num_groups * group_quads;
   const int64_t group_bytes = group_quads * kQuadBytes / (is_packed(kCodes) ? 2 : 1);
   const Quads<kRows, kIsWide<kCodes>> x(input.codes + run.row * input.stride + run.first_group * group_quads * kQuad,
                                         input.stride, quads);
@@ -428,20 +325,15 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
     const float* factors = input.offset_factors + input.at(run.row, run.first_group);
     const uint8_t* w = run.weights + column * kQuad;
     float* totals = run.totals + column;
-    [[maybe_unused]] const int32_t* row_sums = input.pair_sums + input.at(run.row, run.first_group);
     for (int64_t g = 0; g < num_groups; ++g, w += group_bytes, scales += pitch, factors += pitch) {
       if constexpr (kHasEights) __asm__("" : "+r"(totals));  // otherwise g++ 12 keeps the addresses of totals in memory
       Sums<kRows, kVectors> sums;
-      if constexpr (kWay == Way::eight) {
+      if constexpr (kIsEight) {
         set_words<kRows, kVectors>(x, g * group_quads, w, share, sums);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
           for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_pairs(sums[r][v], ones());
-      } else if constexpr (kWay == Way::pairs) {
-        begin_pairs<kRows>(row_sums, run.pair_sums + g * kPanelWidth + column, sums);
-        add_pairs<kRows>(x, g * group_quads, group_quads, w, share, sums);
-        row_sums += pitch;
       } else {
         set_zero<kRows, kVectors>(sums);
         add_quads<kCodes, kRows, kVectors>(x, g * group_quads, group_quads, run.bits, w, share, sums);
@@ -454,12 +346,9 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
 template <int kRows, Codes kCodes, Offset kOffset>
 void add_groups(const GroupRun& run, Prefetch& prefetch) {
   if constexpr (kHasEights && kCodes == Codes::packed) {
-    if (run.group_quads == 8) return add_groups<kRows, kCodes, kOffset, Way::eight>(run, prefetch);
+    if (run.group_quads == 8) return add_groups<kRows, kCodes, kOffset, true>(run, prefetch);
   }
-  if constexpr (kHasPairs && kCodes == Codes::bytes && kRows <= kPairRows) {
-    if (run.pair_sums != nullptr) return add_groups<kRows, kCodes, kOffset, Way::pairs>(run, prefetch);
-  }
-  add_groups<kRows, kCodes, kOffset, Way::chunks>(run, prefetch);
+  add_groups<kRows, kCodes, kOffset, false>(run, prefetch);
 }
 
 // Whole super-groups of a block, for kRows rows. The sums in 16 bits are multiplied by the factor as they become sums

@@ -132,20 +132,8 @@ inline int64_t multiply_quads(int64_t rounds) {
 
 #endif
 
-#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
-// The products of sums of two codes of each pair (gemm_grouped_words.h), which count as four products of codes.
-inline Integers add_products_of_sums(Integers sum, Integers x) {
-  Integers left, right;
-  __asm__ volatile("vpaddw %3, %3, %1\n\tvpaddw %3, %3, %2\n\tvpmaddwd %2, %1, %1\n\tvpaddd %1, %0, %0"
-                   : "+v"(sum), "=&v"(left), "=&v"(right)
-                   : "v"(x));
-  return sum;
-}
-#endif
-
 // It uses the instructions of gemm_grouped: vpdpbusd of 512 or 256 bits. Without vpdpbusd, it uses vpmaddwd for 8 bits
-// (with AVX2 of sums of codes) and vpmaddubsw for fewer bits (gemm_grouped_words.h). On ARM64 it uses smmla, sdot, or
-// products of 16 bits.
+// and vpmaddubsw for fewer bits (gemm_grouped_words.h). On ARM64 it uses smmla, sdot, or products of 16 bits.
 int64_t multiply_codes([[maybe_unused]] int bits, int64_t rounds) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_VNNI
   run_chains(rounds, _mm512_set1_epi8(1), [](__m512i sum, __m512i x) { return _mm512_dpbusd_epi32(sum, x, x); });
@@ -157,13 +145,8 @@ int64_t multiply_codes([[maybe_unused]] int bits, int64_t rounds) {
   if (bits <= 4) return multiply_quads<8>(rounds);
   if (bits == 5) return multiply_quads<4>(rounds);
   if (bits == 6) return multiply_quads<2>(rounds);
-#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
-  run_chains(rounds, all_ones(), add_products_of_sums);
-  return rounds * kChains * static_cast<int64_t>(sizeof(Integers)) * 2;
-#else
   run_chains(rounds, all_ones(), add_pair_products);
   return rounds * kChains * static_cast<int64_t>(sizeof(Integers));
-#endif
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
   run_chains(rounds, vreinterpretq_s32_s8(vdupq_n_s8(1)), [](int32x4_t sum, int32x4_t ones) {
     keep(ones);  // so that the compiler computes the products of each chain anew

@@ -196,7 +196,7 @@ def test_the_largest_products_fit_into_all_sums(isa: str, weight_format: Grouped
 
 @pytest.mark.parametrize("T", [1, 13])
 def test_sums_of_the_largest_group(isa: str, T: int) -> None:
-    """65,536 elements. Of many rows, AVX2 adds up products of sums of two codes, which leave 32 bits on the way."""
+    """65,536 elements, which is the most whose sums fit into 32 bits."""
     N, K = 66, 65_536
     codes_NK = torch.full((N, K), 255, dtype=torch.uint8)
     codes_NK[1], codes_NK[2, ::2], codes_NK[3, K // 2 :] = 0, 0, 0
