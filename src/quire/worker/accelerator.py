@@ -152,7 +152,7 @@ class Accelerator(Device, Protocol):
         ...
 
     def check(self) -> None:
-        """Raise EngineDeadError if the device has failed. It does not wait. Any thread may call it, but no capture runs."""
+        """Raise EngineDeadError if the device has failed, without waiting. Any thread may call it, but for captures."""
         ...
 
     def release(self) -> int:
