@@ -151,7 +151,7 @@ def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
 
 def test_what_waits_in_vain_says_what_it_was_doing() -> None:
     told: list[int] = []
-    ranks: Any = SimpleNamespace(rank=2, fail=lambda: told.append(2))
+    ranks: Any = SimpleNamespace(rank=2, fail=lambda: told.append(2), own_failure=None)
     worker = DeviceWorker(None, ignore, ranks=ranks)  # type: ignore[arg-type]
     with (
         pytest.raises(PeerLostError, match=r"Rank 2 cannot go on with a step: rank 1 did not come within 600 s"),

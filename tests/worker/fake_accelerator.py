@@ -176,6 +176,9 @@ class FakeAccelerator:
     def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> FakeTransport:
         return FakeTransport(store, rank, size)
 
+    def check(self) -> None:
+        """It never fails."""
+
     def release(self) -> int:
         return 0
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quire.engine.worker_thread import WorkerThread
 from quire.kernels import cpu
+from quire.sampling import sampler
 from quire.worker.accelerator import device_failed
 from quire.worker.model_runner import ModelRunner
 from tests.worker.fake_accelerator import FakeAccelerator, FakeTransport
@@ -70,9 +71,9 @@ class QueuedAccelerator(FakeAccelerator):
 
     def synchronize(self) -> None:
         self.put(lambda: None).result()
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self._error is not None:
             raise device_failed(self._error) from self._error
 
@@ -99,7 +100,7 @@ class QueuedAccelerator(FakeAccelerator):
             time.sleep(self.slow_seconds)
             return [tensor.clone() for tensor in tensors]
 
-        download = _Download(self.put(copy), self._check)
+        download = _Download(self.put(copy), self.check)
         self.downloads.append(download)  # type: ignore[arg-type]
         return download
 
@@ -333,3 +334,4 @@ def run_ahead(replace: Callable[[object, str, object], None]) -> None:
     replace(ModelRunner, "submit", submit_ahead)
     replace(ModelRunner, "_finish", finish_at_once)
     replace(cpu, "_C", _QueuedExtension(cpu._C))
+    replace(sampler, "_reasons", lambda *tensors: {})  # a GPU is not waited for, to say why there is no token

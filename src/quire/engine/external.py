@@ -387,7 +387,9 @@ class ExternalExecutor:
                 "same parameters, in the same order"
             )
         batch.tokens_before, self._untold = self._untold, []
-        return _Shared(self._thread.submit(self.worker.execute, batch), self._companions, self._note)
+        # Each rank waits for its own device: only so the others hear of its failure in this step.
+        own = self._thread.submit(lambda: self.worker.submit(batch).result())
+        return _Shared(own, self._companions, self._note)
 
     def _note(self, tokens: StepTokens) -> None:
         self._untold.append(tokens)

@@ -151,6 +151,10 @@ class Accelerator(Device, Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Raise EngineDeadError if the device has failed, without waiting. Any thread may call it, but for captures."""
+        ...
+
     def release(self) -> int:
         """Give back the allocator's unused memory. Returns the bytes that it still holds."""
         ...
@@ -225,6 +229,12 @@ class Cuda:
         options = _distributed.ProcessGroupNCCL.Options()
         options._timeout = limit
         return _distributed.ProcessGroupNCCL(store, rank, size, options)
+
+    def check(self) -> None:
+        try:
+            _cuda.current_stream(self.device).query()
+        except torch.AcceleratorError as error:
+            raise device_failed(error) from error
 
     def synchronize(self) -> None:
         try:

@@ -250,11 +250,14 @@ class DeviceWorker:
             except GroupError as lost:
                 ranks.fail()
                 raise _lost(ranks, phase, lost) from error
-            if not in_step or not _may_leave(ranks, error):
+            if not in_step:
                 ranks.fail()
-                if not in_step or isinstance(error, EngineDeadError):
+                raise
+            if not _may_leave(ranks, error):
+                ranks.fail(dead := _dead(ranks, error))
+                if dead is error:
                     raise
-                raise _failed(ranks, error) from error
+                raise dead from error
             try:
                 ranks.leave_step()
             except GroupError as lost:
@@ -338,11 +341,12 @@ class _StepOfRank:
         except GroupError as lost:
             self._ranks.fail()
             raise _lost(self._ranks, "a step", lost) from error
-        if isinstance(error, EngineDeadError):
-            self._ranks.fail()
-        elif self._is_committed:
-            self._ranks.fail()
-            raise _failed(self._ranks, error) from error
+        if isinstance(error, GroupError):  # this rank had failed in other work
+            raise _lost(self._ranks, "a step", error) from error
+        if isinstance(error, EngineDeadError) or self._is_committed:
+            self._ranks.fail(dead := _dead(self._ranks, error))
+            if dead is not error:
+                raise dead from error
 
 
 def _sharing(ranks: Ranks | None, num_kv_owners: int) -> Sharing:
@@ -357,16 +361,22 @@ def _sharing(ranks: Ranks | None, num_kv_owners: int) -> Sharing:
 
 def _check_others(ranks: Ranks) -> None:
     """Raise GroupError if another rank has failed, which explains all errors of this one."""
-    if ranks.failing.failed_rank != ranks.rank:
+    if ranks.own_failure is None:
         ranks.check()
 
 
-def _failed(ranks: Ranks, error: Exception) -> EngineDeadError:
+def _dead(ranks: Ranks, error: Exception) -> EngineDeadError:
+    """The error with which the engine ends."""
+    if isinstance(error, EngineDeadError):
+        return error
     what = f"{type(error).__name__}: {error}"
     return EngineDeadError(f"Rank {ranks.rank} of {ranks.grid.size} failed in a step: {what}")
 
 
 def _lost(ranks: Ranks | None, phase: str, error: Exception) -> EngineDeadError:
+    """The error of a rank that cannot go on because another one has failed, or because it had failed itself."""
+    if ranks is not None and ranks.own_failure is not None:
+        return ranks.own_failure
     what = f"Rank {0 if ranks is None else ranks.rank} cannot go on with {phase}: {error}"
     late = ranks.failing.failed_rank if ranks is not None and isinstance(error, RankLate) else None
     if ranks is None or late is None:
