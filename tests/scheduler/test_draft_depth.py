@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.schedule import StepResult
-from quire.scheduler.adaptive_depth import MOST_SAVED, AdaptiveDepth, DrafterTime, StepSeconds
+from quire.scheduler.adaptive_depth import MEMORY, MOST_SAVED, AdaptiveDepth, DrafterTime, StepSeconds
 from quire.scheduler.draft_depth import LEAST_WEIGHT, MOST_WEIGHT, Acceptance, best_depths, chances, prior_weight
 from quire.scheduler.speculation import Speculation
 from quire.spec_decode.by_worker import DraftedByWorker
@@ -65,17 +65,17 @@ def test_no_depths_give_more_tokens_per_second(
 
 
 def test_rates_follow_what_held_and_begin_where_they_are_expected() -> None:
-    acceptance = Acceptance(memory=10, weight=4)
+    acceptance = Acceptance(memory=10)
     prior = [0.8, 0.5, 0.5]
-    assert acceptance.rates(prior) == prior
+    assert acceptance.rates(prior, 4) == prior
     for _ in range(200):
         acceptance.add(3, 1)  # the first holds, the second does not, and the third was not tried
-    first, second, third = acceptance.rates(prior)
+    first, second, third = acceptance.rates(prior, 4)
     assert (first, second, third) == pytest.approx(((10 + 4 * 0.8) / 14, 4 * 0.5 / 14, 0.5))
 
 
 def acceptance_of(num_tried: int, num_held: int) -> Acceptance:
-    acceptance = Acceptance(memory=1e9, weight=8)
+    acceptance = Acceptance(memory=1e9)
     for number in range(num_tried):
         acceptance.add(1, int(number < num_held))
     return acceptance
@@ -96,13 +96,16 @@ def test_requests_that_are_alike_share_their_rates(held: Sequence[int], rate: fl
     assert prior_weight([acceptance_of(20, count) for count in held], rate) == weight
 
 
-def test_the_weight_of_the_rate_of_all_is_found_again() -> None:
-    """The rates of requests are drawn from a beta distribution that is worth 20 drafts."""
+@pytest.mark.parametrize(("weight", "num_drafts"), [(12, 60), (20, 20), (40, 150)])
+def test_the_weight_of_the_rate_of_all_is_found_again(weight: int, num_drafts: int) -> None:
+    """The rates of requests are drawn from a beta distribution that is worth so many drafts. Old ones are forgotten."""
     draw, requests = Random(0), []
-    for _ in range(4000):
-        own = draw.betavariate(0.7 * 20, 0.3 * 20)
-        requests.append(acceptance_of(30, sum(draw.random() < own for _ in range(30))))
-    assert prior_weight(requests, 0.7) == pytest.approx(20, rel=0.1)
+    for _ in range(3000):
+        own, acceptance = draw.betavariate(0.7 * weight, 0.3 * weight), Acceptance(MEMORY)
+        for _ in range(num_drafts):
+            acceptance.add(1, int(draw.random() < own))
+        requests.append(acceptance)
+    assert prior_weight(requests, 0.7) == pytest.approx(weight, rel=0.08)
 
 
 def steps_of(rows: Sequence[int], costs: Sequence[float]) -> StepSeconds:

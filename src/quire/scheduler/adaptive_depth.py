@@ -141,7 +141,7 @@ class _Drafting:
     is_chosen: bool = False  # whether its depth was chosen, also if it is 0
     longest: int = 0  # the most drafts that pay if no drafts are found for other requests
     is_finding: bool = False  # whether the last search found drafts for it
-    acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, LEAST_WEIGHT))
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY))
     num_read: int = 0  # the number of its tokens that a drafter in the worker has computed, as far as is known here
     is_read: bool = False  # whether the drafter has drafted with its present blocks
     is_trial: bool = False  # whether its last drafts were a trial
@@ -195,7 +195,7 @@ class AdaptiveDepth:
         self._more_each = 0
         self._depths: list[int] = []  # for each row of this step with drafts, their number
         self._requests: dict[str, _Drafting] = {}
-        self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
+        self._of_all = Acceptance(MEMORY_OF_ALL)
         self._prior_weight: float = LEAST_WEIGHT  # of the rates of all requests in those of one
         self._due: set[str] = set()  # requests that may try a draft
         self._num_running = self._num_news = self._step = 0
@@ -304,7 +304,7 @@ class AdaptiveDepth:
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
         """Note that this number of a request's drafts was verified, and that the first `num_held` of them held."""
         drafting = self._requests[request.request_id]
-        (chance,) = drafting.acceptance.rates(self._of_all.rates_of_all(1), weight=self._prior_weight)
+        (chance,) = drafting.acceptance.rates(self._of_all.rates_of_all(1, PRIOR_WEIGHT_OF_ALL), self._prior_weight)
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
         self._num_news += 1
@@ -478,7 +478,7 @@ class AdaptiveDepth:
             most_apart = max(MOST_SAVED * self._seconds[0], self._dearest)
             self._credit, self._kept_apart = self._credit - apart, min(self._kept_apart + apart, most_apart)
         known = [self._drafting(request) for request in requests]
-        prior = self._of_all.rates_of_all(most_each)
+        prior = self._of_all.rates_of_all(most_each, PRIOR_WEIGHT_OF_ALL)
         self._prior_weight = prior_weight([each.acceptance for each in known], prior[0])
         depths, chances_of = self._best(requests, known, prior, 0.0)
         if self._credit > 0 and not any(depths):
@@ -518,7 +518,7 @@ class AdaptiveDepth:
     ) -> tuple[list[int], list[list[float]]]:
         """The best depths, and the chances from which they follow: higher by `doubt` standard deviations."""
         chances_of = [
-            [] if each.is_over else chances(each.acceptance.rates(prior, doubt, self._prior_weight)) for each in known
+            [] if each.is_over else chances(each.acceptance.rates(prior, self._prior_weight, doubt)) for each in known
         ]
         stays_on = self._most_depth > 0 and len(requests) == self._chosen_for
         gain = self._hidden_share + (0.0 if stays_on else MIN_GAIN)
