@@ -294,10 +294,14 @@ def test_a_second_round_that_is_held_up_changes_the_interval_alone() -> None:
 
 @pytest.mark.parametrize("slowness", [1.7, 0.6])
 def test_times_of_two_machines_are_not_mixed(slowness: float) -> None:
-    """The machine changes within the first round, and stays as it is then."""
+    """The machine changes within the first round, and stays as it is then. Before, it runs steps of requests."""
     points: list[Rows] = [[(4, 1)] * rows for rows in range(1, 9)] + [[(0, rows)] for rows in (8, 20, 40)]
     driver = CalibratedDriver()
     calibration, done = driver.calibration(points)
+    for rows in (2, 3, 4, 6, 10, 14) * 3:
+        load = driver.cost.arithmetic.load([4] * rows, [1] * rows, rows)
+        assert driver.cost.learn is not None
+        driver.cost.learn(load, step_seconds(driver.cost.arithmetic.demand(load), CONSTANTS))
     driver.delay([1.0] * 6 * (1 + MOST_REPEATS) + [slowness] * 200)
     while calibration.step():
         pass

@@ -42,7 +42,8 @@ class Calibration:
 
     A machine may also become slower or faster for minutes, by a neighbour that shares its memory. If it did so within
     the first round, shorter times of both rounds are those of two machines. If the times of the second round alone fit
-    together much better, only they count.
+    together much better, only they count for the constants. The interval holds the times of both rounds, because the
+    machine may change again.
 
     A server that gets requests at once has no time to measure. Then its first running steps count as measured ones: a
     few of each size, by tokens and by the length of contexts. The very first one may have taken memory, so it counts
@@ -169,6 +170,8 @@ class Calibration:
             self.steps = [replace(step, seconds=self._again[at].seconds) for at, step in enumerate(self.steps)]
             self._was_held_up = True
         if self._was_held_up:
+            self._running.clear()  # they ran in the first round, and may have been held up too
+            self._first.clear()
             self._fit()
         if self.steps and (self._was_held_up or not self._is_second_round or self._has_widened()):
             self._done(self._cost.corrected_fit())
@@ -189,7 +192,7 @@ class Calibration:
     def _has_widened(self) -> bool:
         """Make the interval wide enough for the times of both rounds, and say whether it was much narrower."""
         spread = self._fitted().spread
-        if is_wider := spread > MUCH_WIDER * max(self._cost.spread, MIN_SPREAD):
+        if is_wider := spread > MUCH_WIDER * max(self._cost.fit.spread, MIN_SPREAD):
             self._cost.widen(spread)
         return is_wider
 
