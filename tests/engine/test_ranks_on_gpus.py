@@ -268,12 +268,12 @@ def test_hosts_run_ahead_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
                     replay()
 
                 monkeypatch.setattr(captured.graph, "replay", agreed)
-            for name in ("_launch", "_finish"):
+            for name in ("_launch", "_finish_oldest"):
                 method = getattr(worker.runner, name)
 
-                def note(argument: Any, name: str = f"{name} {rank}", method: Any = method) -> Any:
+                def note(*arguments: Any, name: str = f"{name} {rank}", method: Any = method) -> Any:
                     calls.append(name)
-                    return method(argument)
+                    return method(*arguments)
 
                 monkeypatch.setattr(worker.runner, name, note)
         assert answers(engine.core) == expected("bfloat16")
