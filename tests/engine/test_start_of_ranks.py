@@ -34,6 +34,8 @@ WAITING = "import os, sys; os.read(int(sys.argv[1]), 1)"  # until the connection
 class Told:
     """Failing: who has failed."""
 
+    failed_rank = None
+
     def __init__(self) -> None:
         self.ranks: list[int] = []
 
@@ -77,7 +79,9 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     home = ranks.Home(ours)
-    rank = ranks.RemoteRank(1, Grid(1, 2, 2), Told(), SimpleNamespace(close=lambda: None, poll=bool), home, None)  # type: ignore[arg-type]
+    rank = ranks.RemoteRank(
+        1, Grid(1, 2, 2), Told(), SimpleNamespace(close=lambda: None, poll=lambda seconds: False), home, None
+    )  # type: ignore[arg-type]
     rank.check_alive()
     theirs.close()
     assert wait_for(rank._is_lost)
