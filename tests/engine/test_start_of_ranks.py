@@ -35,6 +35,8 @@ WAITING = "import os, sys; os.read(int(sys.argv[1]), 1)"  # until the connection
 class Told:
     """Failing: who has failed."""
 
+    failed_rank = None
+
     def __init__(self) -> None:
         self.ranks: list[int] = []
 

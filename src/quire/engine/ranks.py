@@ -62,7 +62,7 @@ from quire.worker.worker import DeviceWorker
 
 LOOK_SECONDS = 0.25  # seconds between two checks of a process
 CLOSE_SECONDS = 5.0  # the time in which a process may end by itself
-SAY_SECONDS = 1.0  # the time in which a node can say why it ends
+SAY_SECONDS = 1.0  # the time in which a node or a rank can say why it ends
 
 logger = get_logger(__name__)
 
@@ -206,8 +206,9 @@ class OtherRank(ABC):
             self._num_unheard -= 1
 
     def _has_said(self) -> bool:
+        """Whether it has sent anything. A rank that has failed gets some time to say why."""
         with self._is_there():
-            return self._connection.poll()
+            return self._connection.poll(SAY_SECONDS if self._failing.failed_rank == self._rank else 0.0)
 
     def describe(self) -> str:
         return f"{self._name} ({self._place()}{self._report})"
