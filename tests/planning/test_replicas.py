@@ -173,8 +173,8 @@ def test_llm_is_one_replica() -> None:
 
 def test_taken_memory() -> None:
     before = devices.taken_memory_bytes()
-    held = bytearray(b"x" * (64 * MIB))
-    assert devices.taken_memory_bytes() - before > 60 * MIB
+    held = bytearray(b"x" * (128 * MIB))
+    assert devices.taken_memory_bytes() - before > 100 * MIB, "a quarter may be what others gave back meanwhile"
     del held
 
 

@@ -84,7 +84,7 @@ class EchoClient:
         self._wake = asyncio.Event()
         self._death: str | None = None
         self._step_id = 0
-        self.is_paused = False  # True: take requests without answers, like a stuck engine
+        self.is_paused = False  # True: take requests, and end no step, like a stuck engine
         self.sent: list[EngineInput] = []  # every message, for tests
         if is_ready:
             self.make_ready()
@@ -202,7 +202,7 @@ class EchoClient:
                 raise EngineDeadError(self._death)
             if not self.is_paused and (self._running or self._refused):
                 await asyncio.sleep(self.step_seconds)
-                if self._running or self._refused:
+                if not self.is_paused and (self._running or self._refused):
                     return self._step()
             else:
                 self._wake.clear()
