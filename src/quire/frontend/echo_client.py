@@ -85,7 +85,7 @@ class EchoClient:
         self._wake = asyncio.Event()
         self._death: str | None = None
         self._step_id = 0
-        self.is_paused = False  # True: take requests without answers, like a stuck engine
+        self.is_paused = False  # True: take requests, and end no step, like a stuck engine
         self.sent: list[EngineInput] = []  # every message, for tests
         if is_ready:
             self.make_ready()
