@@ -94,7 +94,6 @@ class FakeTransport:
 
     def abort(self) -> None:
         self._is_aborted.set()
-        self._thread.shutdown(wait=False)
 
 
 class FakeWork:
