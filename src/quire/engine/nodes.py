@@ -270,7 +270,7 @@ def _connect(
             if node > 1:
                 address, port = joined.homes[node - 1].getpeername()[0], ports[node - 1]
             wire.send(home, encode(Welcome(address, port)))
-        while (joined.ranks.keys(), joined.links.keys(), joined.adapters.keys()) != (others, senders, loading):
+        while (set(joined.ranks), set(joined.links), set(joined.adapters)) != (others, senders, loading):
             take(listener, key, until, joined)
     except OSError as error:  # a time limit is an OSError too
         raise ConfigError(
