@@ -24,7 +24,7 @@ from quire import envs
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.engine import nodes
-from quire.engine.nodes import Hello, Joined, Refused, Welcome, let_in
+from quire.engine.nodes import Hello, Joined, Refused, Use, Welcome, let_in
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, EngineDeadError
 from quire.kernels import cpu
@@ -185,9 +185,14 @@ def finish(port: int, config: EngineConfig) -> None:
     with come(port) as home:
         wire.send(home, nodes.encode(told(config)))
         assert nodes.decode(wire.receive(home)) == Welcome(ADDRESS, port)
-        for is_link in (True, False):
-            with come(port) as peer:
-                wire.send(peer, nodes.encode(nodes.RankConnects(1, is_link)))
+        connect(port, (1, "rows"), (1, "orders"))
+
+
+def connect(port: int, *uses: tuple[int, Use]) -> None:
+    """Connections of ranks, each for one use."""
+    for rank, use in uses:
+        with come(port) as peer:
+            wire.send(peer, nodes.encode(nodes.RankConnects(rank, use)))
 
 
 def close(found: list[Joined]) -> None:
@@ -214,9 +219,7 @@ def test_a_machine_that_starts_again_while_others_are_awaited() -> None:
             assert nodes.decode(wire.receive(another)) == Refused("node 1 is here already, or is none of 1 to 2")
     with coming(1) as one, coming(2) as two:
         assert [type(nodes.decode(wire.receive(home))) for home in (one, two)] == [Welcome, Welcome]
-        for rank, is_link in ((1, True), (1, False), (2, False)):
-            with come(port) as peer:
-                wire.send(peer, nodes.encode(nodes.RankConnects(rank, is_link)))
+        connect(port, (1, "rows"), (1, "orders"), (2, "orders"))
         letting.join(15.0)
     for peer in found[0].peers():
         peer.close()

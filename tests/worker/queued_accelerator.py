@@ -319,7 +319,7 @@ class _QueuedCall:
 
 def run_ahead(replace: Callable[[object, str, object], None]) -> None:
     """From now on, runners launch their steps on a QueuedAccelerator without waiting. `replace`: sets an attribute."""
-    submit, finish = ModelRunner.submit, ModelRunner._finish
+    submit, finish = ModelRunner.submit, ModelRunner._finish_oldest
 
     def submit_ahead(runner: ModelRunner, batch: Any) -> Any:
         if not isinstance(runner.device, QueuedAccelerator):
@@ -327,11 +327,11 @@ def run_ahead(replace: Callable[[object, str, object], None]) -> None:
         with runner.device.launching():
             return submit(runner, batch)
 
-    def finish_at_once(runner: ModelRunner, count: int) -> None:
+    def finish_at_once(runner: ModelRunner) -> None:
         with _at_once():
-            finish(runner, count)
+            finish(runner)
 
     replace(ModelRunner, "submit", submit_ahead)
-    replace(ModelRunner, "_finish", finish_at_once)
+    replace(ModelRunner, "_finish_oldest", finish_at_once)
     replace(cpu, "_C", _QueuedExtension(cpu._C))
     replace(sampler, "_reasons", lambda *tensors: {})  # a GPU is not waited for, to say why there is no token

@@ -10,14 +10,13 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from quire import envs
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.distributed.shared_memory import make_memory
 from quire.engine import nodes
-from quire.engine.nodes import Joined, NodeLost, RankConnects, Refused, Welcome
+from quire.engine.nodes import Joined, NodeLost, RankConnects, Refused, Use, Welcome
 from quire.engine.rank_messages import RankLaunch
 from quire.engine.rank_spawn import RankInterpreter
 from quire.engine.ranks import CLOSE_SECONDS, LOOK_SECONDS, end_of, is_stopped, rank_name
@@ -82,7 +81,7 @@ def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) ->
         assert isinstance(message, Welcome)
         until = time.monotonic() + nodes.MOST_WAIT_SECONDS
 
-        def connect(rank: int, use: Literal["orders", "adapters", "rows"]) -> socket.socket:
+        def connect(rank: int, use: Use) -> socket.socket:
             target = (message.address, message.port) if use == "rows" else place
             peer = opened.enter_context(wire.connect(*target, key, until))
             wire.send(peer, nodes.encode(RankConnects(rank, use)))

@@ -28,6 +28,7 @@ from quire.option import options
 from quire.planning.cut_stages import grid_of
 
 T = TypeVar("T", bound=msgspec.Struct)
+Use = Literal["orders", "adapters", "rows"]  # of the connection of a rank: see RankConnects
 
 MOST_WAIT_SECONDS = 60.0  # the most seconds that connected nodes take for one step of their start
 MOST_NAMED = 5  # the most differences of two nodes that an error names
@@ -72,7 +73,7 @@ class RankConnects(msgspec.Struct, tag=True):
     """
 
     rank: int
-    use: Literal["orders", "adapters", "rows"]
+    use: Use
 
 
 class NodeLost(msgspec.Struct, tag=True):
