@@ -214,7 +214,10 @@ class EngineOutputs(_FromEngine, tag="outputs", omit_defaults=True):
 
 
 class EngineBegun(_FromEngine, tag="begun"):
-    """The engine begins to compute these requests, which other engines have lost. It is sent before their step."""
+    """The engine begins to prepare or to compute these requests, which other engines have lost.
+
+    It is sent before a grammar is compiled or an adapter is read for a request, and before its first step.
+    """
 
     request_ids: list[str]
 

@@ -12,7 +12,8 @@ from quire.cost.correct import HALF_COLD_SECONDS
 from quire.engine.core import EngineCore
 from quire.engine.warm_up import produce_tokens
 from quire.errors import EngineDeadError, MemoryPlanError, WeightsError
-from quire.messages import Command, ObservedOverhead, SetLimits
+from quire.messages import AddRequest, Command, ObservedOverhead, SetLimits
+from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import DrafterTime
 from tests.cost.models import cost_model
@@ -427,3 +428,13 @@ def test_it_says_which_lost_requests_it_begins() -> None:
     driver.scheduler.preempt_last()
     driver.run()
     assert [request_ids for _, request_ids in told] == [["a"], ["b"]]
+
+
+def test_a_lost_request_is_begun_before_its_adapter_is_read() -> None:
+    """Reading it may be what ends engines. Nobody says it of a request that has lost none."""
+    told: list[list[str]] = []
+    driver = Driver()
+    driver.core.on_begun = told.append
+    for name, is_retry in (("new", False), ("again", True)):
+        driver.core.add(AddRequest(name, [1], SamplingParams(), 4, adapter="any", is_retry=is_retry))
+    assert told == [["again"]]

@@ -362,6 +362,40 @@ def test_an_adapter_is_read_when_all_ranks_have_read_it() -> None:
     assert workers[0].told[-1] == ("add", None)
 
 
+class Looked(NotedWorker):
+    """Says what `check_alive` finds. Its `drop_adapter` hangs until `goes_on` is set."""
+
+    def __init__(self, error: EngineDeadError | None = None) -> None:
+        super().__init__()
+        self.found, self.goes_on, self.looks = error, threading.Event(), 0
+
+    def drop_adapter(self, digest: str) -> None:
+        self.goes_on.wait(20.0)
+
+    def check_alive(self) -> None:
+        self.looks += 1
+        if self.found is not None:
+            raise self.found
+
+
+def test_a_rank_that_hangs_is_not_waited_for_where_ranks_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.executor.LEAVE_SECONDS", 0.05)
+    busy, other = Looked(), Looked()
+    executor = ThreadExecutor([busy, other])
+    executor.drop_adapter("digest")
+    other.goes_on.set()
+    executor.check_alive()
+    executor.check_alive()
+    assert (busy.looks, other.looks) == (0, 1)
+    other.found = EngineDeadError("Rank 1 has failed")
+    busy.goes_on.set()
+    with pytest.raises(EngineDeadError, match="Rank 1 has failed"):  # noqa: PT012
+        for _ in range(400):
+            executor.check_alive()
+    assert busy.looks
+    executor.shutdown()
+
+
 def test_devices_must_be_alike() -> None:
     small = replace(FACTS, total_memory_bytes=4 * GIB, num_cores=2)
     names = ["Rank 0 of 2 (process 4 on host-a)", "Rank 1 of 2 (process 5 on host-b)"]

@@ -35,7 +35,7 @@ WAITING = "import os, sys; os.read(int(sys.argv[1]), 1)"  # until the connection
 class Told:
     """Failing: who has failed."""
 
-    failed_rank = None
+    failed_rank: int | None = None
 
     def __init__(self) -> None:
         self.ranks: list[int] = []
@@ -80,9 +80,13 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     home = ranks.Home(ours)
-    orders, adapters = Pipe(), Pipe()
-    rank = ranks.RemoteRank(1, Grid(1, 2, 2), Told(), orders[0], adapters[0], home, None)  # type: ignore[arg-type]
+    orders, adapters, told = Pipe(), Pipe(), Told()
+    rank = ranks.RemoteRank(1, Grid(1, 2, 2), told, orders[0], adapters[0], home, None)  # type: ignore[arg-type]
     rank.check_alive()
+    told.failed_rank = 1
+    with pytest.raises(EngineDeadError, match=r"Rank 1 of 2, in stage 0 of 2 \(on 127.0.0.1\) has failed"):
+        rank.check_alive()
+    told.failed_rank = None
     adapters[1].send_bytes(encode(Failed.of(AdapterNotFoundError("There is no adapter here", fix="Copy it"))))
     with pytest.raises(AdapterNotFoundError, match=r"There is no adapter here, on 127.0.0.1\. .*Copy it"):
         rank.load_adapter("adapter", None, False).result()

@@ -208,8 +208,10 @@ def test_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     devices.see_gpu("")
     assert [devices.visible_gpus(), devices.gpu_of_rank(0)] == [[], ""]
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True)))
-    with pytest.raises(ConfigError, match="This process uses a GPU already"):
+    with pytest.raises(ConfigError, match=r"This process uses a GPU already.*Set CUDA_VISIBLE_DEVICES=1"):
         devices.see_gpu("1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    devices.see_gpu("1")  # it follows the advice
 
 
 def test_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -225,7 +227,7 @@ def test_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     assert not caplog.records
     monkeypatch.setattr(devices, "num_gpus", lambda: 0)
     devices.take_gpus(0, 1, config.gpu_ids)
-    assert "--device-ids names GPUs, and this machine has none" in caplog.text
+    assert "--device-ids names GPUs, and no driver lists any" in caplog.text
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7", "the driver may have GPUs that it does not list"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(devices, "visible_gpus", list)

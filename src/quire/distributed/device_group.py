@@ -184,4 +184,6 @@ class DeviceGroup:
                     self._check_device()
                 except EngineDeadError as error:
                     self._fail(error)
+                except Exception as error:
+                    self._fail(EngineDeadError(f"A GPU cannot be looked at: {error}"))
         self._transport.abort()

@@ -137,7 +137,7 @@ def least_facts(facts: Sequence[DeviceFacts], names: Sequence[str]) -> DeviceFac
         raise ConfigError(
             "Some ranks have a GPU, and others have none that they can use",
             value="; ".join(why),
-            expected="a GPU of its own for each rank",
+            expected=f"a GPU of its own for each of {len(facts)} ranks. The first one sees {gpus[0].num_visible}",
             fix="Lower --tensor-parallel-size, or use --device cpu",
             param="tensor_parallel_size",
         )

@@ -68,7 +68,7 @@ class EngineCore:
         adapters: the adapters of the engine; None: there are none.
 
     Attributes:
-        on_begun: is told which requests of other engines this one begins to compute, before their step.
+        on_begun: is told which requests of other engines this one begins to prepare or to compute, before it does.
 
     Raises ValueError if the depth is below 1.
     """
@@ -132,6 +132,8 @@ class EngineCore:
             output_token_ids=list(message.output_token_ids),
             is_retry=message.is_retry,
         )
+        if grammar is not None or message.adapter is not None:
+            self._tell_begun([request])
         try:
             if message.adapter is not None and self.adapters is not None and message.adapter not in self.adapters:
                 raise AdapterError("The adapter is not loaded", value=message.adapter, fix="Load it again")
@@ -278,7 +280,8 @@ class EngineCore:
         if batch is None:
             return False
         scheduled = self._clock()
-        self._tell_begun(batch)
+        if batch.new_rows or batch.lanes:
+            self._tell_begun(self.scheduler.rows_of(batch))
 
         load, predicted, predicted_seconds = None, None, 0.0
         pause = max(start - self._last_end_time, 0.0) if self._last_end_time and not self._in_flight else 0.0
@@ -305,13 +308,13 @@ class EngineCore:
         )
         return True
 
-    def _tell_begun(self, batch: ScheduledBatch) -> None:
-        if batch.new_rows or batch.lanes:
-            begun = [request for request in self.scheduler.rows_of(batch) if request.is_retry]
-            for request in begun:
-                request.is_retry = False
-            if begun:
-                self.on_begun([request.request_id for request in begun])
+    def _tell_begun(self, requests: Iterable[Request]) -> None:
+        """Say which of these requests were not begun before. From now on, they may be the reason of a failure."""
+        begun = [request for request in requests if request.is_retry]
+        for request in begun:
+            request.is_retry = False
+        if begun:
+            self.on_begun([request.request_id for request in begun])
 
     def _update(self, step: _Step, result: StepResult) -> list[RequestDelta]:
         arrived = self._clock()

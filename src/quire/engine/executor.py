@@ -126,6 +126,7 @@ class ThreadExecutor(InlineExecutor):
         self._timeout_seconds = timeout_seconds
         self._awaited: Sequence[Future[StepResult]] = ()  # the results of the step that is waited for
         self._given_up: set[int] = set()
+        self._looks: list[Future[None]] = []  # see check_alive
         start_time = time.monotonic() if start_time is None else start_time
         self._ready_by = start_time + envs.ENGINE_READY_TIMEOUT_S.get()
         self._threads = [WorkerThread(f"quire-worker-{rank}") for rank in range(len(workers))]
@@ -162,6 +163,13 @@ class ThreadExecutor(InlineExecutor):
             thread.submit(lambda launch: launch.result().result(), launch)
             for thread, launch in zip(self._threads, launches, strict=True)
         ]
+
+    def check_alive(self) -> None:
+        """See WorkerExecutor. A rank whose thread is busy is looked at later: its process may hang."""
+        if all(look.done() for look in self._looks):
+            self._looks = self._on_threads(lambda worker: worker.check_alive())
+        done, _ = wait(self._looks, LEAVE_SECONDS)
+        _results([look for look in self._looks if look in done])
 
     def late_ranks(self) -> str:
         pending = [rank for rank, step in enumerate(self._awaited) if not step.done()]

@@ -204,6 +204,8 @@ class OtherRank(ABC):
             assert self._num_unheard, "an answer without an order"
             self._heard.append(answer)
             self._num_unheard -= 1
+        if self._failing.failed_rank == self._rank:
+            raise EngineDeadError(f"{self.describe()} has failed")
 
     def _has_said(self) -> bool:
         """Whether it has sent anything. A rank that has failed gets some time to say why."""

@@ -247,7 +247,7 @@ class RequestState:
 
         A request that has lost several engines, and got no token from the last one, is a suspect: no other suspect is
         computed before it has its next token. If this costs one more engine, the request ends. An engine in whose queue
-        it has only waited does not count.
+        it has only waited does not count, except for the first one, which does not say what it begins.
         """
         has_begun, self.is_sent, self.is_begun = self.is_sent and self.is_begun, False, False
         if not has_begun:

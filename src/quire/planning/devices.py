@@ -231,19 +231,20 @@ def see_gpu(name: str) -> None:
 
     Raises ConfigError in a process that uses a GPU already.
     """
+    if os.environ.get(_VISIBLE) != name:
+        _check_unused(name)
+        os.environ[_VISIBLE] = name
+
+
+def _check_unused(names: str) -> None:
+    """Raise ConfigError if this process uses a GPU, because it can no longer choose others."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise _uses_a_gpu(name)
-    os.environ[_VISIBLE] = name
-
-
-def _uses_a_gpu(names: str) -> ConfigError:
-    return ConfigError(
-        "This process uses a GPU already",
-        value=names,
-        fix="Set CUDA_VISIBLE_DEVICES before it does",
-        param="device_ids",
-    )
+        raise ConfigError(
+            "This process uses a GPU already, and would have to see others",
+            value=names,
+            fix=f"Set {_VISIBLE}={names} for this process, or start the engine before anything uses a GPU",
+        )
 
 
 def take_gpus(first: int, count: int, names: Sequence[str] = ()) -> None:
@@ -257,11 +258,10 @@ def take_gpus(first: int, count: int, names: Sequence[str] = ()) -> None:
 
     Raises ConfigError for names in a process that uses a GPU already.
     """
-    torch = sys.modules.get("torch")
-    if names and torch is not None and torch.cuda.is_initialized():
-        raise _uses_a_gpu(",".join(names))
+    if names:
+        _check_unused(",".join(names))
     if names and not num_gpus():
-        logger.warning("--device-ids names GPUs, and this machine has none")
+        logger.warning("--device-ids names GPUs, and no driver lists any: leave it out if there are none")
     known = list(names) or visible_gpus()
     if not known and _VISIBLE not in os.environ:  # see gpu_of_rank
         known = [str(number) for number in range(first + count)]

@@ -282,7 +282,9 @@ class DeviceWorker:
         self.adapters.drop(digest)
 
     def check_alive(self) -> None:
-        """There is nothing to check: the worker is in this process."""
+        """See Worker. The process is this one, but its device may have failed while nobody waited for it."""
+        if self._ranks is not None and self._ranks.own_failure is not None:
+            raise self._ranks.own_failure
 
     def describe(self) -> str:
         rank, size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.grid.size)
