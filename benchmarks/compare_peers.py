@@ -2,14 +2,17 @@
 
     python benchmarks/compare_peers.py MODEL --form bfloat16 none --form int8 int8
         --peer bfloat16 llama.cpp "python benchmarks/peers/speculating.py llama-cpp-python BF16.gguf --requests 32"
-        [--cases 1x8x32,8x8x32] [--rounds 3] [--what avx2] [--save HARDWARE]
+        [--cases 1x8x32,8x8x32] [--rounds 3] [--ranks 2] [--what avx2] [--save HARDWARE]
 
-A form has a name and the quantization with which Quire loads MODEL (`none`: as it is stored). `--peer FORM NAME
-COMMAND` adds an engine to a form; the command speaks the protocol of benchmarks/peers/speculating.py. The engines of a
-form are alive at the same time and take turns, and all but one are stopped. The forms follow each other. A case is
-PROMPTSxINPUTxOUTPUT: so many prompts of random tokens, each with so many greedy tokens. The first round of each case is
-not counted, because an engine may prepare things at the first prompts of a size. Tokens per second count prompts and
-answers. A ratio is the median of the ratios of the rounds.
+A form has a name and the quantization with which Quire loads MODEL (`none`: as it is stored); `--kv FORM DTYPE` gives a
+form another dtype of the KV cache. `--peer FORM NAME COMMAND` adds an engine to a form; the command speaks the protocol
+of benchmarks/peers/speculating.py. The engines of a form are alive at the same time and take turns, and all but one are
+stopped. The forms follow each other. A case is PROMPTSxINPUTxOUTPUT: so many prompts of random tokens, each with so
+many greedy tokens. The first round of each case is not counted, because an engine may prepare things at the first
+prompts of a size; with --count-first it is, for cases that last minutes. Tokens per second count prompts and answers. A
+ratio is the median of the ratios of the rounds.
+
+--ranks N: Quire is N processes that share the model (-tp N), with a thread each; a peer gets its own options.
 
 To hold engines to AVX2, set QUIRE_ISA=avx2 and ONEDNN_MAX_CPU_ISA=AVX2, and compile llama.cpp for it. Whether the other
 engine obeys is another question (benchmarks/NOTES.md: OpenVINO does not).
@@ -45,15 +48,17 @@ READ_BYTES = 256 << 20
 class Ours:
     """Quire in this process."""
 
-    def __init__(self, model: str, quantization: str | None, num_requests: int, num_tokens: int) -> None:
+    def __init__(self, model: str, num_requests: int, num_tokens: int, num_ranks: int, **form: Any) -> None:
         self._llm = LLM(
             model,
+            tensor_parallel_size=num_ranks,
+            num_threads=1 if num_ranks > 1 else None,
             dtype="bfloat16",
-            quantization=quantization,
             max_model_len=num_tokens,
             max_num_seqs=num_requests,
             enable_prefix_caching=False,
             kv_cache_memory_bytes=1 << 30,
+            **form,
         )
 
     def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
@@ -68,13 +73,14 @@ def run_form(name: str, quantization: str | None, arguments: argparse.Namespace)
     """Every case with every engine of a form, in turns. The engines live from the first case to the last one."""
     cases = arguments.cases
     most, longest = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
-    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, quantization, most, longest)}
+    how = {"quantization": quantization, "kv_cache_dtype": dict(arguments.kv).get(name, "auto")}
+    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, most, longest, arguments.ranks, **how)}
     engines |= {peer: Peer(command) for form, peer, command in arguments.peer if form == name}
     generator = random.Random(0)
     found = []
     for requests, input_length, output_length in cases:
         rounds: list[dict[str, float]] = []
-        for number in range(arguments.rounds + 1):
+        for number in range(1 if arguments.count_first else 0, arguments.rounds + 1):
             if arguments.on_enter:
                 print(f"{name} {requests}x{input_length}x{output_length}, round {number}", flush=True)
                 sys.stdin.readline()
@@ -97,7 +103,7 @@ def run_form(name: str, quantization: str | None, arguments: argparse.Namespace)
             worker.close()
     del engines
     gc.collect()
-    return {"form": name, "quantization": quantization, "cases": found}
+    return {"form": name, **how, "cases": found}
 
 
 def form_table(form: dict[str, Any]) -> list[str]:
@@ -123,10 +129,8 @@ def markdown(result: dict[str, Any]) -> str:
     """The result file for people."""
     limits = ", ".join(f"{name}={value}" for name, value in result["limits"].items()) or "none"
     lines = report.heading("A dense model beside other engines", result)
-    lines.append(
-        f"- Engines in turns, {result['rounds']} rounds after one that is not counted, all others stopped; limits: "
-        f"{limits}."
-    )
+    behind = "" if result["counts_first"] else " after one that is not counted"
+    lines.append(f"- Engines in turns, {result['rounds']} rounds{behind}, all others stopped; limits: {limits}.")
     lines.append("- Tokens per second count the tokens of prompts and answers. Their times are medians over rounds.")
     lines.append("- A ratio is the median over rounds, with the least and the greatest in brackets.")
     for form in result["forms"]:
@@ -139,18 +143,22 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--form", nargs=2, action="append", required=True, metavar=("NAME", "QUANTIZATION"))
     parser.add_argument("--peer", nargs=3, action="append", default=[], metavar=("FORM", "NAME", "COMMAND"))
+    parser.add_argument("--kv", nargs=2, action="append", default=[], metavar=("FORM", "DTYPE"))
     parser.add_argument(
         "--cases", type=lambda text: [tuple(map(int, case.split("x"))) for case in text.split(",")], default=CASES
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="processes of Quire that share the model")
+    parser.add_argument("--count-first", action="store_true", help="count the first round of each case too")
     parser.add_argument("--on-enter", action="store_true", help="wait for a line before each round of a case")
     parser.add_argument("--what", default="cpu", help="part of the name of result files")
     arguments = parser.parse_args()
     forms = {name: None if quantization == "none" else quantization for name, quantization in arguments.form}
-    if unknown := {form for form, _, _ in arguments.peer} - forms.keys():
-        parser.error(f"--peer of unknown forms {', '.join(sorted(unknown))}")
+    if unknown := {form for form, *_ in (*arguments.peer, *arguments.kv)} - forms.keys():
+        parser.error(f"--peer or --kv of unknown forms {', '.join(sorted(unknown))}")
     result = report.environment("python", "benchmarks/compare_peers.py") | {
         "rounds": arguments.rounds,
+        "counts_first": arguments.count_first,
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "forms": [run_form(name, quantization, arguments) for name, quantization in forms.items()],
     }

@@ -1,8 +1,8 @@
 """Checkpoints of the size of real models that give the tokens of small ones: for times that depend on the text.
 
-`inflate` writes the demo model, or its draft, with zeros and added weights that change nothing. `copy_edit` writes a
-model that follows one fixed order of its tokens, whatever stands before: a text in this order with some tokens
-replaced is a text that the model copies with edits.
+`inflate` writes the demo model, or its draft, with zeros and added weights that change nothing, and `inflate_head` does
+the same with its EAGLE-3 head. `copy_edit` writes a model that follows one fixed order of its tokens, whatever stands
+before: a text in this order with some tokens replaced is a text that the model copies with edits.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Shape:
 
 
 TARGET, DRAFT = Shape(1024, 28, 6144, 8), Shape(512, 8, 3328, 4)  # 0.62 and 0.05 billion parameters
+HEAD = Shape(1024, 1, 6144, 8)  # a layer of TARGET
 
 
 class _Writer:
@@ -111,6 +112,37 @@ def inflate(source: Path, folder: Path, shape: Shape) -> None:
             large = writer.tensors[name]
             large[:rows] = 0
             large[:rows, :columns] = weight
+    save_checkpoint(folder, writer.tensors, writer.config, source)
+
+
+def inflate_head(source: Path, folder: Path, shape: Shape) -> None:
+    """Write an EAGLE-3 head of this shape that gives the drafts of `source`, for the inflated target of `source`.
+
+    Its heads of attention keep their size. Norms and the epsilon change as in `inflate`. Weights that read several
+    vectors side by side get zeros behind each of them.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    hidden, factor = config["hidden_size"], shape.hidden / config["hidden_size"]
+    writer = _Writer(config | {"rms_norm_eps": config["rms_norm_eps"] / factor}, shape)
+    queries, keys = (writer.config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    rows_of = {"q": queries, "k": keys, "v": keys, "gate": shape.intermediate, "up": shape.intermediate}
+    columns_of = {"o": queries, "down": shape.intermediate}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if weight.dim() == 1:
+            large = torch.ones(shape.hidden, dtype=torch.bfloat16)
+            large[:hidden] = weight / math.sqrt(factor)
+        else:
+            part = name.split(".")[-2].removesuffix("_proj")
+            rows, columns = weight.shape
+            width, kept = (columns_of[part], columns) if part in columns_of else (shape.hidden, hidden)
+            num_read = columns // kept
+            large = torch.zeros(rows_of.get(part, shape.hidden), num_read * width, dtype=torch.bfloat16)
+            if part in ("q", "k", "up"):  # what is computed of them is multiplied by zeros
+                large[rows:] = writer.random(len(large) - rows, num_read * width)
+            for index in range(num_read):
+                of_small = weight[:, index * kept : (index + 1) * kept]
+                large[:rows, index * width : index * width + kept] = of_small
+        writer.tensors[name] = large
     save_checkpoint(folder, writer.tensors, writer.config, source)
 
 

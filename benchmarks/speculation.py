@@ -1,11 +1,12 @@
 """The gain of speculation over the same engine without it, and the share of the possible gain that is reached.
 
 The first run writes two models of 0.6 billion parameters each into FOLDER (benchmarks/inflated.py). `chat` is the demo
-model, with a draft model that is trained for a short time. `copy-edit` repeats its prompt with few edits. In every
-round the engines with and without speculation answer the same prompts in turns. They must give the same tokens.
+model, with a draft model that is trained for a short time, and with the bundled EAGLE-3 head. `copy-edit` repeats its
+prompt with few edits. In every round the engines with and without speculation answer the same prompts in turns. They
+must give the same tokens.
 
     python benchmarks/speculation.py FOLDER [--workloads chat copy-edit] [--formats none int4] [--requests 1 8]
-                                     [--methods ngram suffix draft_model] [--drafts 7] [--fixed 2 4] [--switched]
+                                     [--methods ngram suffix draft_model eagle3] [--drafts 7] [--fixed 2 4] [--switched]
                                      [--tokens 96] [--temperature 0] [--rounds 5] [--draft-steps 600]
                                      [--peer NAME OFF ON] [--save HARDWARE [--name NAME]]
     python benchmarks/speculation.py FOLDER --shape MODEL [--rates 0.2 0.5 0.8] [--prompt-tokens 32] ...
@@ -26,7 +27,8 @@ benchmarks/results/HARDWARE/NAME_DATE.md and .json.
 The possible gain is E / (c (k + 1) + k d), with E = (1 - a^(k + 1)) / (1 - a). k is the number of drafts of each
 request. a is the probability that a draft is accepted if all drafts before it were accepted. c is the cost of a step
 that verifies drafts, and d the cost of a step of the draft model, both divided by the cost of a step of one token. All
-of them are measured in the run that measures the gain. Drafts from text cost nothing in this formula. The formula
+of them are measured in the run that measures the gain. Drafts from text cost nothing in this formula. For a head, d is
+its time in the steps with drafts over their drafts, so it contains what the head reads there. The formula
 assumes that the number of requests does not change. Therefore its share that is reached is computed from the time in
 which all requests run: with drafts the requests end one after the other, and the last requests have the steps for
 themselves.
@@ -48,7 +50,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from inflated import DRAFT, TARGET, Shape, copy_edit, edited_text, first_layers, inflate
+from inflated import DRAFT, HEAD, TARGET, Shape, copy_edit, edited_text, first_layers, inflate, inflate_head
 from peers.process import Peer
 from tokenizers import Tokenizer
 from verify_rows import median_step, verify_step
@@ -65,7 +67,9 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import MAX_RECORDED_TOKENS, Pending, ScheduledBatch, StepResult
 from quire.speculative_config import SpeculativeConfig
 
-SMALL = (Shape(1024, 7, 1024, 3), Shape(512, 3, 512, 2))  # for --small, which tries the script
+# For --small, which tries the script.
+SMALL = (Shape(1024, 7, 1024, 3), Shape(512, 3, 512, 2), Shape(1024, 1, 1024, 3))
+NEED_CHAT = ("draft_model", "eagle3")  # methods whose drafters know the texts of `chat`
 TEXT_TOKENS, EDITS = 160, 1 / 32  # the length of a prompt of copy-edit, and the share of its tokens that are edited
 SHAPE_LAYERS = 2  # layers of the draft model of --shape
 CONTEXT = 1024  # tokens of a request, at least
@@ -92,6 +96,7 @@ class Answer:
     num_full: int  # the number of these steps up to the first end of a request
     full_seconds: float  # the time of these num_full steps
     full_tokens: int
+    drafter_seconds: float = 0.0  # of a drafter in the worker, in all steps
 
 
 class Noted:
@@ -99,15 +104,24 @@ class Noted:
 
     Args:
         counts: it gets, for each row of the step, the number of drafts and how many of them were accepted.
+        drafter_seconds: it gets the time of a drafter in the worker.
     """
 
-    def __init__(self, batch: ScheduledBatch, pending: Pending[StepResult], counts: list[tuple[int, int]]) -> None:
-        self._drafts, self._pending, self._counts = [*map(len, batch.draft_token_ids)], pending, counts
+    def __init__(
+        self,
+        batch: ScheduledBatch,
+        pending: Pending[StepResult],
+        counts: list[tuple[int, int]],
+        drafter_seconds: list[float],
+    ) -> None:
+        self._drafts, self._pending = [*map(len, batch.draft_token_ids)], pending
+        self._counts, self._drafter_seconds = counts, drafter_seconds
 
     def result(self) -> StepResult:
         result = self._pending.result()
         held = [max(len(token_ids) - 1, 0) for token_ids in result.token_ids]
         self._counts[:] = zip(self._drafts, held, strict=True)
+        self._drafter_seconds.append(result.draft_seconds)
         return result
 
 
@@ -132,6 +146,7 @@ class Engine:
         self._submit = self.core.executor.submit
         self.core.executor.submit = self.submit  # type: ignore[method-assign]
         self._steps: Steps = []
+        self._drafter_seconds: list[float] = []
         while started.calibrate():  # as a server does while no request waits
             pass
         for num_tokens in range(1, 1 + MAX_RECORDED_TOKENS):
@@ -139,7 +154,7 @@ class Engine:
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         self._steps.append([])
-        return Noted(batch, self._submit(batch), self._steps[-1])
+        return Noted(batch, self._submit(batch), self._steps[-1], self._drafter_seconds)
 
     def run(self, prompts: Prompts, num_tokens: int, temperature: float, depth: int | None = None) -> Answer:
         """Answer all prompts at once with `num_tokens` tokens each. `depth` is the most drafts of a request from now
@@ -150,6 +165,7 @@ class Engine:
         params = SamplingParams(temperature=temperature, seed=0, max_tokens=num_tokens, ignore_eos=True)
         found: dict[str, list[int]] = {f"r{index}": [] for index in range(len(prompts))}
         self._steps.clear()
+        self._drafter_seconds.clear()
         started = decoding = time.perf_counter()
         before = first_step = num_full = full_tokens = 0
         full_seconds = 0.0
@@ -169,16 +185,19 @@ class Engine:
         num_decoded = sum(map(len, found.values())) - before
         steps = self._steps[first_step:]
         full = num_full, full_seconds, full_tokens
-        return Answer(ended - started, ended - decoding, num_decoded, list(found.values()), steps, *full)
+        drafting = sum(self._drafter_seconds[first_step:])
+        return Answer(ended - started, ended - decoding, num_decoded, list(found.values()), steps, *full, drafting)
 
 
 def write_models(folder: Path, draft_steps: int, is_small: bool) -> None:
-    """Write the missing models: chat, its draft model (trained here and then inflated), and copy-edit."""
-    target, draft = SMALL if is_small else (TARGET, DRAFT)
+    """Write the missing models: chat, its draft model (trained here and then inflated), its head, and copy-edit."""
+    target, draft, head = SMALL if is_small else (TARGET, DRAFT, HEAD)
     if not (folder / "chat").exists():
         inflate(quire.demo.path("target"), folder / "chat", target)
     if not (folder / "copy-edit").exists():
         copy_edit(folder / "copy-edit", target, quire.demo.path("target"))
+    if not (folder / "head").exists():
+        inflate_head(quire.demo.path("eagle3"), folder / "head", head)
     if not draft_folder(folder, draft_steps).exists():
         trained = folder / f"draft of {draft_steps} steps" if draft_steps else quire.demo.path("draft")
         if not trained.exists():
@@ -253,7 +272,8 @@ def possible_gain(
 
 def speculations(arguments: argparse.Namespace, workload: str, draft: Path) -> dict[str, SpeculativeConfig]:
     """The kinds of speculation that are compared with no speculation, by the names that are shown."""
-    methods = [method for method in arguments.methods if workload == "chat" or method != "draft_model"]
+    methods = [method for method in arguments.methods if workload == "chat" or method not in NEED_CHAT]
+    models = {"draft_model": str(draft), "eagle3": str(arguments.folder / "head")}
     found: dict[str, SpeculativeConfig] = {}
     if workload == "shape" and "draft_model" in arguments.methods:
         found = {
@@ -270,7 +290,7 @@ def speculations(arguments: argparse.Namespace, workload: str, draft: Path) -> d
         method if adaptive else f"{method}{ALWAYS}": SpeculativeConfig(
             method=method,
             num_speculative_tokens=arguments.drafts,
-            model=str(draft) if method == "draft_model" else None,
+            model=models.get(method),
             adaptive=adaptive,
         )
         for method in methods
@@ -338,6 +358,9 @@ class Case:
                     "acceptance": acceptance(answer.steps),
                     "drafts": statistics.mean(drafts for step in answer.steps for drafts, _ in step),
                 }
+                if name.startswith("eagle3"):
+                    num_drafts = sum(statistics.mean(drafts for drafts, _ in step) for step in answer.steps)
+                    one["draft_ms"] = 1e3 * answer.drafter_seconds / num_drafts if num_drafts else float("nan")
                 self._full_steps[number, requests, name] = answer.steps[: answer.num_full]
             found["engines"][name] = one
         return found
@@ -368,10 +391,7 @@ class Case:
             for name, one in found["engines"].items():
                 if "gain" not in one:
                     continue
-                cost, done = (
-                    draft_cost if name.startswith("draft_model") else 0.0,
-                    self._full_steps[number, requests, name],
-                )
+                cost, done = draft_cost_of(rounds, name), self._full_steps[number, requests, name]
                 share = acceptance(done)
                 one["possible"] = 1.0 if share != share else possible_gain(done, share, costs, cost)
 
@@ -394,6 +414,16 @@ class Case:
                 engine.core.shutdown()
         self.engines.clear()
         gc.collect()  # to free the memory for the weights of the next case
+
+
+def draft_cost_of(rounds: list[dict[str, Any]], name: str) -> float:
+    """The cost of a draft for each request, divided by that of a step of one token."""
+    if name.startswith("draft_model"):
+        return float(rounds[0]["draft_cost"])
+    if not name.startswith("eagle3"):
+        return 0.0
+    cost = middle(rounds, name, "draft_ms") / statistics.median(ms for one in rounds for ms in one["steps_ms"][0])
+    return cost if cost == cost else 0.0
 
 
 def middle(rounds: list[dict[str, Any]], name: str, key: str) -> float:
@@ -422,7 +452,7 @@ def markdown(result: dict[str, Any]) -> str:
         "the mean). first: the time until every request has its first token, divided likewise. k: the drafts of a "
         "request in a step. a: the share of accepted drafts among those whose predecessors were accepted. c: a step "
         f"that verifies {result['drafts']} drafts of each request, over a step of one token. d: a step of the draft "
-        "model, over a step of one token.",
+        "model, or the time of a head for a draft of each request, over a step of one token.",
         "- all run: the gain from the time when all requests have a token until the first request ends. possible: "
         f"E / (c (k + 1) + k d) of these steps. share: all run over possible; {WANTED_SHARE:.0%} are wanted.",
         "",
@@ -441,7 +471,7 @@ def markdown(result: dict[str, Any]) -> str:
             share = statistics.median(
                 each["engines"][name]["full_gain"] / each["engines"][name]["possible"] for each in rounds
             )
-            draft = rounds[0]["draft_cost"] if name.startswith("draft_model") else 0.0
+            draft = draft_cost_of(rounds, name)
             lines.append(
                 f"| {where} | {name} | {with_interval(rounds, name, 'gain')} | "
                 f"{with_interval(rounds, name, 'first_token')} | "

@@ -6,7 +6,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
+#include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "checks.h"
@@ -40,11 +43,21 @@ void set_num_threads(int n) {
   quire::set_num_threads(n);
 }
 
-// Runs empty tasks and counts how often each thread took one, for tests of the pool.
-std::vector<int> thread_pool_probe(int num_tasks) {
+// Runs empty tasks and says which thread took each, for tests of the pool. The first task of `held_thread` lasts until
+// all other tasks have been taken, like a task on a core that is far slower than the others; at most 10 s, so that a
+// pool where nobody takes them does not hang.
+std::vector<int> thread_pool_probe(int num_tasks, int held_thread) {
   std::vector<int> thread_of_task(num_tasks, -1);
+  std::atomic<int> untaken{num_tasks};
   nb::gil_scoped_release release;
-  quire::parallel_for(num_tasks, [&](int task, int thread) { thread_of_task[task] = thread; });
+  const auto give_up_at = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  quire::parallel_for(num_tasks, [&](int task, int thread) {
+    thread_of_task[task] = thread;
+    untaken.fetch_sub(1, std::memory_order_relaxed);
+    if (thread != held_thread) return;
+    while (untaken.load(std::memory_order_relaxed) > 0 && std::chrono::steady_clock::now() < give_up_at)
+      std::this_thread::yield();
+  });
   return thread_of_task;
 }
 
@@ -60,8 +73,8 @@ NB_MODULE(_C, m) {
   m.def("set_num_threads", set_num_threads, nb::arg("n"), nb::call_guard<nb::gil_scoped_release>());
   m.def("default_num_threads", &quire::default_num_threads);
   m.def("num_threads_described_in", &quire::num_threads_described_in, nb::arg("root"));
-  m.def("thread_pool_probe", thread_pool_probe, nb::arg("num_tasks"),
-        "Thread index that ran each of num_tasks empty tasks");
+  m.def("thread_pool_probe", thread_pool_probe, nb::arg("num_tasks"), nb::arg("held_thread") = -1,
+        "Thread index that ran each of num_tasks empty tasks; a held thread's first task outlasts all others");
   nb::class_<quire::KernelCall>(m, "KernelCall")
       .def("run", &quire::KernelCall::run, nb::call_guard<nb::gil_scoped_release>());
   quire::bind_kv_cache(m);

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
+#include <iterator>
+#include <map>
 #include <set>
 #include <sstream>
 #include <string>
@@ -35,17 +37,40 @@ std::set<int> numbers_of_list(const std::string& list) {
   return numbers;
 }
 
-int physical_cores_of_affinity(const std::string& root) {
-  cpu_set_t cpus;
-  if (sched_getaffinity(0, sizeof(cpus), &cpus) != 0) return static_cast<int>(std::thread::hardware_concurrency());
-  std::string fast_list;  // the fast cores of Intel's CPUs with two kinds of cores
+std::string cpu_folder(const std::string& root, int cpu) {
+  return root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu);
+}
+
+// The CPUs without those that are slower than others of them. Of Intel's CPUs with two kinds of cores, Linux lists the
+// fast ones. On ARM64 it gives each CPU a capacity, and a slow one has less than half of the largest.
+std::set<int> fast_cpus(const std::set<int>& cpus, const std::string& root) {
+  std::string fast_list;
   std::ifstream(root + "/sys/devices/cpu_core/cpus") >> fast_list;
-  const std::set<int> fast = numbers_of_list(fast_list);
-  const bool has_fast = std::any_of(fast.begin(), fast.end(), [&](int cpu) { return CPU_ISSET(cpu, &cpus); });
+  const std::set<int> listed = numbers_of_list(fast_list);
+  std::set<int> fast;
+  std::set_intersection(cpus.begin(), cpus.end(), listed.begin(), listed.end(), std::inserter(fast, fast.end()));
+  if (!fast.empty()) return fast;
+  std::map<int, int> capacities;
+  int largest = 0;
+  for (const int cpu : cpus) {
+    std::ifstream(cpu_folder(root, cpu) + "/cpu_capacity") >> capacities[cpu];
+    largest = std::max(largest, capacities[cpu]);
+  }
+  for (const auto& [cpu, capacity] : capacities)
+    if (2 * capacity >= largest) fast.insert(cpu);
+  return fast;
+}
+
+int physical_cores_of_affinity(const std::string& root) {
+  cpu_set_t affinity;
+  if (sched_getaffinity(0, sizeof(affinity), &affinity) != 0)
+    return static_cast<int>(std::thread::hardware_concurrency());
+  std::set<int> cpus;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+    if (CPU_ISSET(cpu, &affinity)) cpus.insert(cpu);
   std::set<std::string> cores;  // hyper-threads of one core have the same list of siblings
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (!CPU_ISSET(cpu, &cpus) || (has_fast && fast.count(cpu) == 0)) continue;
-    std::ifstream file(root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+  for (const int cpu : fast_cpus(cpus, root)) {
+    std::ifstream file(cpu_folder(root, cpu) + "/topology/thread_siblings_list");
     std::string siblings;
     if (!(file >> siblings)) siblings = std::to_string(cpu);
     cores.insert(siblings);

@@ -16,7 +16,7 @@ form that the kernels read. Instruction sets are measured one after the other.
 
 --save writes benchmarks/results/HARDWARE/gemm_DATE.md and .json, with the table of docs/performance.md. With --against
 another build of the extension takes turns with this one, both builds must give the same bits, and the files are called
-gemm_against_COMMIT.
+gemm_against_COMMIT. With --what they are called gemm_WHAT_DATE: some products of a day again, for example.
 """
 
 from __future__ import annotations
@@ -318,6 +318,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="only Quire")
     parser.add_argument("--against", default="", help="file of another build of quire._C to take turns with")
     parser.add_argument("--commit", help="of the build of --against, for result files")
+    parser.add_argument("--what", default="", help="part of the name of result files")
     args = parser.parse_args()
     if args.against and args.save and not args.commit:
         parser.error("--against with --save needs --commit")
@@ -340,8 +341,8 @@ def main() -> None:
                 K, N, Ms, getattr(torch, dtype), quantization, args.seconds, not args.no_peers, before
             )
     if args.save:
-        what = f"gemm_against_{args.commit}" if args.commit else "gemm"
-        report.save_published(__file__, what, args.save, result, markdown(result))
+        parts = ["gemm", args.commit and f"against_{args.commit}", args.what]
+        report.save_published(__file__, "_".join(filter(None, parts)), args.save, result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
     python speculating.py openvino MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-server BINARY MODEL.gguf [--draft MODEL.gguf | --lookup] [--drafts 4] [--requests 8]
-    python speculating.py llama-cpp-python MODEL.gguf [--requests 8]
-    python speculating.py vllm MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
+    python speculating.py llama-cpp-python MODEL.gguf [--requests 8] [--kv Q8_0]
+    python speculating.py vllm MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8] [--ranks 2]
+    python speculating.py quire MODEL [--quantization int8] [--requests 8]
 
 The script first writes {"ready": true}. Then it answers each line of the standard input with a line: the question is
 {"prompts": [[token ids]], "num_tokens": length of each answer}, the answer is {"seconds": the time for all prompts at
-once}. Decoding is greedy. The script needs neither Quire nor its environment.
+once}. Decoding is greedy. The script needs neither Quire nor its environment. With `quire`, it runs another build of
+Quire, for example an earlier commit with PYTHONPATH=THAT_COMMIT/src.
 
 The models are those that benchmarks/speculation.py writes, converted to the engine's own format. For OpenVINO GenAI,
 `optimum-cli export openvino --model FOLDER/chat --task text-generation-with-past --weight-format fp16 OUT` (or int4)
@@ -97,6 +99,9 @@ def llama_library(arguments: argparse.Namespace) -> Generate:
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_seq_max = arguments.context * arguments.requests, arguments.requests
     params.n_threads = params.n_threads_batch = arguments.threads
+    if arguments.kv:  # quantized values need flash attention
+        params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{arguments.kv}")
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     context = llama_cpp.llama_init_from_model(model, params)
     vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
@@ -150,6 +155,8 @@ def vllm(arguments: argparse.Namespace) -> Generate:
         max_model_len=arguments.context,
         max_num_seqs=arguments.requests,
         enable_prefix_caching=False,
+        tensor_parallel_size=arguments.ranks,
+        distributed_executor_backend="mp" if arguments.ranks > 1 else None,
         enforce_eager=bool(drafter),
         speculative_config=drafter | {"num_speculative_tokens": arguments.drafts} if drafter else None,
     )
@@ -161,10 +168,32 @@ def vllm(arguments: argparse.Namespace) -> Generate:
     return generate
 
 
+def another_quire(arguments: argparse.Namespace) -> Generate:
+    """The build of Quire that this Python finds."""
+    from quire import LLM, SamplingParams
+
+    engine = LLM(
+        arguments.model,
+        dtype="bfloat16",
+        quantization=arguments.quantization,
+        max_model_len=arguments.context,
+        max_num_seqs=arguments.requests,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=1 << 30,
+    )
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> Any:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        return engine.generate(prompts, params, use_tqdm=False)
+
+    return generate
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines = parser.add_subparsers(required=True)
     starts = {"openvino": openvino, "llama-server": llama_server, "llama-cpp-python": llama_library, "vllm": vllm}
+    starts |= {"quire": another_quire}
     for name, start in starts.items():
         engine = engines.add_parser(name)
         if start is llama_server:
@@ -172,7 +201,11 @@ def main() -> None:
         if start in (llama_server, llama_library):
             engine.add_argument("--threads", type=int, default=2)
         engine.add_argument("model")
-        if start is not llama_library:
+        if start is another_quire:
+            engine.add_argument("--quantization")
+        elif start is llama_library:
+            engine.add_argument("--kv", metavar="TYPE", help="ggml's type of keys and values, such as Q8_0")
+        else:
             drafter = engine.add_mutually_exclusive_group()
             drafter.add_argument("--draft", metavar="MODEL", help="a model that drafts")
             drafter.add_argument("--lookup", action="store_true", help="take drafts from the text")
@@ -182,6 +215,8 @@ def main() -> None:
             engine.add_argument("--precision", help="of the arithmetic, such as f32; default: what OpenVINO chooses")
         else:
             engine.add_argument("--context", type=int, default=1024, help="the most tokens of a request")
+        if start is vllm:
+            engine.add_argument("--ranks", type=int, default=1, help="processes that share the model")
         engine.set_defaults(start=start)
     arguments = parser.parse_args()
     generate = arguments.start(arguments)

@@ -113,8 +113,11 @@ struct DotTile {
   static constexpr int64_t kMaxRows = QUIRE_ISA::kMaxRows, kRowUnit = 1;
   static constexpr bool kSigned = false, kAddsGroups = true;
   static bool adds_groups(int64_t) { return true; }
-  // Not where a tile takes a part of the columns at a time: without prefetching 2 to 6 rows were 0.4 to 0.7 times as
-  // fast. Nor with packed codes in registers of 256 bits: 0.6 to 0.9 (Zen 4, one row).
+  // A tile that takes a part of the columns at a time does not read in that order. Without fetching it had 0.38 to 0.43
+  // of the speed with 2 rows (int8 0.64), 0.44 to 0.55 with 4 and 0.58 to 0.69 with 6. One row of packed codes reads in
+  // that order, but in registers of 256 bits it had 0.64 to 0.83, for a reason that is not known. One row of 8 bits had
+  // 1.17 (Q8_0) and 1.51 (int8). All of this is about Zen 4 held to AVX2, one thread; other CPUs are always given the
+  // fetches, and 512 bits keep the rule that was measured with VNNI.
   static bool is_in_order(int64_t rows, Codes codes) {
     return num_vectors(static_cast<int>(rows)) * kLanes == kPanelWidth && (kLanes == 16 || codes == Codes::bytes);
   }

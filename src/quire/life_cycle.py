@@ -126,7 +126,7 @@ class Worker(Protocol):
         ...
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError if the rank is in another process and this process has ended."""
+        """Raise EngineDeadError if the rank has failed: its process has ended, or its device."""
         ...
 
     def describe(self) -> str:

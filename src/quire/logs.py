@@ -177,17 +177,18 @@ class RateLimited:
         self._next_time = 0.0
         self._suppressed = 0
 
-    def warning(self, message: str, *args: object) -> None:
-        self._line(logging.WARNING, message, *args)
+    def warning(self, message: str, *args: object, error: Exception | None = None) -> None:
+        """Log a warning. The traceback of `error` follows it."""
+        self._line(logging.WARNING, message, *args, error=error)
 
     def info(self, message: str, *args: object) -> None:
         self._line(logging.INFO, message, *args)
 
-    def _line(self, level: int, message: str, *args: object) -> None:
+    def _line(self, level: int, message: str, *args: object, error: Exception | None = None) -> None:
         now = time.monotonic()
         if now < self._next_time:
             self._suppressed += 1
             return
         suffix = f" ({self._suppressed} more since the last such line)" if self._suppressed else ""
-        self._logger.log(level, message + suffix, *args)
+        self._logger.log(level, message + suffix, *args, exc_info=error)
         self._next_time, self._suppressed = now + self._interval, 0

@@ -213,6 +213,15 @@ class EngineOutputs(_FromEngine, tag="outputs", omit_defaults=True):
     record: StepRecord | None = None
 
 
+class EngineBegun(_FromEngine, tag="begun"):
+    """The engine begins to prepare or to compute these requests, which other engines have lost.
+
+    It is sent before a grammar is compiled or an adapter is read for a request, and before its first step.
+    """
+
+    request_ids: list[str]
+
+
 class Pace(msgspec.Struct, frozen=True):
     """Predicted times of steps, in seconds."""
 
@@ -300,4 +309,4 @@ class EngineFailed(_FromEngine, tag="failed"):
     code: str = "engine_dead"
 
 
-EngineMessage = EngineOutputs | EngineReady | EngineProgress | EngineBeat | AdapterState | EngineFailed
+EngineMessage = EngineOutputs | EngineBegun | EngineReady | EngineProgress | EngineBeat | AdapterState | EngineFailed

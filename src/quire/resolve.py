@@ -172,7 +172,6 @@ class _Settling:
         put("kv_cache_dtype", config.kv_cache_dtype, config.sources["kv_cache_dtype"], _kv_detail(config, dtype, model))
         block_size, num_threads = self._block_size(), self._num_threads()
         if (num_kv_owners := config.decode_context_parallel_size) > 1:
-            _check_context(config, model, device)
             why = f"each rank has one of {num_kv_owners} blocks; tokens and logprobs are as without it, to the bit"
             source = config.sources["decode_context_parallel_size"]
             put("decode_context_parallel_size", num_kv_owners, source, why)
@@ -256,6 +255,8 @@ class _Settling:
         is_deterministic = put("deterministic", *deterministic(config, model, form.device))
         backend = attention_backend(config, model, form.device, form.dtype, is_deterministic)
         put("attention_backend", *backend)
+        if config.decode_context_parallel_size > 1:
+            _check_context(config, model, form.device, backend[0])
         mode, largest = config.cudagraph_mode, config.max_cudagraph_capture_size
         if form.device == "cuda":
             mode = put("cudagraph_mode", *cudagraph_mode(config, enforce_eager(config, model), backend))
@@ -434,7 +435,6 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
         ),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
-        (has_stages and config.enable_lora, "adapters", "Leave --enable-lora out"),
         (
             has_stages and model.drafter is not None,
             "a model that drafts",
@@ -454,9 +454,8 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
         )
 
 
-def _check_context(config: EngineConfig, model: ModelConfig, device: str) -> None:
+def _check_context(config: EngineConfig, model: ModelConfig, device: str, backend: str) -> None:
     """Raise ConfigError for settings that a divided KV cache does not support in this version."""
-    backend = envs.ATTENTION_BACKEND.get() if config.attention_backend == "auto" else config.attention_backend
     refused = (
         (device != "cpu", "a GPU", "Use --device cpu"),
         (
@@ -465,7 +464,7 @@ def _check_context(config: EngineConfig, model: ModelConfig, device: str) -> Non
             "Use ngram or suffix in --speculative-config",
         ),
         (
-            backend.lower() == "reference",
+            backend == "reference",
             "the reference attention, which reads all of the KV cache",
             "Leave --attention-backend out",
         ),

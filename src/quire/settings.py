@@ -251,7 +251,8 @@ class LoraSettings:
         """The last name, the in-features and the out-features of each weight that adapters may change."""
         linears = [linear for linear in model.linears() if linear.is_adaptable]
         shards = [(name, linear.in_features, size) for linear in linears for name, size in linear.shards]
-        shards.append(("embed_tokens", model.vocab_size, model.hidden_size))
+        if model.has_embeddings:
+            shards.append(("embed_tokens", model.vocab_size, model.hidden_size))
         return [shard for shard in shards if not self.target_modules or shard[0] in self.target_modules]
 
 

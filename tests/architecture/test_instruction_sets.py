@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire import envs
+from quire.cost.arithmetic import tiles
 from quire.cost.devices import _FLOPS_PER_CORE
 from quire.screen.first_screen import _ISA_NAMES
 from quire.screen.layer_kernels import _INTEGER_KERNELS
@@ -62,6 +63,48 @@ def test_python_knows_every_step() -> None:
     assert set(_FLOPS_PER_CORE) == steps - {"scalar"}
     assert steps - {"scalar"} <= set(_ISA_NAMES)
     assert steps <= set(re.findall(r"\w+", envs.ISA.help))
+
+
+def constant(file: str, pattern: str) -> int:
+    """The number that the one match of a pattern in a file of kernels captures."""
+    (found,) = re.findall(pattern, (ROOT / "csrc/kernels" / file).read_text(encoding="utf-8"))
+    return int(found)
+
+
+ROWS = r"\bkMaxRows = (\d+)[,;]"
+VNNI = r"LEVEL_AVX512_VNNI\n(?:.*\n)*?.*?kMaxRows = (\d+),(?:.*\n)*?#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2\n\nstruct"
+DOTS = r"kHasDots = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_DOTPROD(?:.*\n)*?.*kMaxRows = kHasDots \? "
+
+
+@pytest.mark.parametrize(
+    ("steps", "integer_rows"),
+    [
+        (("avx2", "avx_vnni", "avx512"), ("gemm_grouped_words.h", ROWS)),
+        (("avx512_vnni", "avx512_bf16"), ("gemm_grouped.cpp", VNNI)),
+        (("neon_dotprod", "neon_i8mm"), ("gemm_grouped_neon.h", DOTS + r"(\d+) : \d+")),
+        (("neon",), ("gemm_grouped_neon.h", DOTS + r"\d+ : (\d+)")),
+    ],
+)
+def test_the_cost_model_knows_the_tiles_of_the_kernels(steps: tuple[str, ...], integer_rows: tuple[str, str]) -> None:
+    """Read from the sources, since a build has the steps of one architecture."""
+    rows = constant("gemm_row_tiles.h", ROWS), constant(*integer_rows)
+    for step in steps:
+        found = [tiles(step, is_integer=is_integer) for is_integer in (False, True)]
+        assert tuple(each.most_streamed for each in found) == rows
+        assert not any(each.is_filled for each in found)
+
+
+def test_the_cost_model_knows_the_tiles_of_a_matrix_unit() -> None:
+    for is_integer in (False, True):
+        found = tiles("amx", is_integer=is_integer)
+        assert (found.num_rows, found.is_filled) == (constant("amx_tiles.h", r"kTileRows = (\d+);"), True)
+        assert found.num_streamed == constant("gemm_amx_rows.h", r"kGroupRows = (\d+) \* kTileRows;")
+        assert found.num_streamed == constant("gemm_grouped_amx.cpp", r"kMaxRows = (\d+) \* kTileRows,")
+
+
+def test_every_step_has_tiles() -> None:
+    known = {step for ladder in LADDERS.values() for step in ladder if tiles(step, is_integer=True).num_rows < 99}
+    assert known == {step for ladder in LADDERS.values() for step in ladder} - {"scalar"}
 
 
 @pytest.mark.skipif(shutil.which(CROSS_COMPILER) is None, reason=f"there is no {CROSS_COMPILER}")

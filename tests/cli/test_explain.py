@@ -412,6 +412,30 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in output, output
 
 
+def test_threads_of_a_cpu_with_two_kinds_of_cores(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four performance cores with two threads each, and four efficient cores, as on Alder Lake."""
+    read = devices._read_text
+
+    def text_of(path: Path) -> str | None:
+        if path == Path("/sys/devices/cpu_core/cpus"):
+            return "0-7\n"
+        if path.name == "thread_siblings_list":
+            number = int(path.parts[-3].removeprefix("cpu"))
+            return f"{number // 2 * 2}-{number // 2 * 2 + 1}\n" if number < 8 else f"{number}\n"
+        return None if path.name == "cpu.max" else read(path)
+
+    monkeypatch.setattr(devices, "_read_text", text_of)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    setting = _shown(capsys)["settings"]["num_threads"]
+    assert (setting["value"], setting["source"]) == (4, "device")
+    why = "performance cores allowed by affinity and cgroup quota, without 4 efficient cores"
+    assert setting["detail"] == why
+    assert main(["explain"]) == 0
+    assert why in capsys.readouterr().out
+
+
 def test_memory_is_measured_now(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "total_memory_bytes", lambda: 4 * GIB)
     monkeypatch.setattr(devices, "free_memory_bytes", lambda: GIB)

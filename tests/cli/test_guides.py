@@ -16,13 +16,13 @@ from quire.cli import explain_vllm
 from quire.cli.explain_vllm import STOPS, explain_command
 from quire.cli.main import main
 from quire.compat.environment import check_environment
-from quire.compat.pasted import BROKEN, read_pasted
+from quire.compat.pasted import BROKEN, ESCAPED, read_pasted
 from quire.config import EngineConfig, ServerConfig
 from quire.entry.listen import check_guarded
 from quire.errors import ConfigError
 from quire.planning import devices
 from quire.speculative_config import SpeculativeConfig
-from tests.cli.guides import LINES, REBUILT, S0_3, S1_4, Line
+from tests.cli.guides import LINES, OTHERS, REBUILT, S0_3, Line
 from tests.cli.reading import read
 
 RUNS = [line for line in LINES if not line.statuses]
@@ -85,10 +85,12 @@ def test_explained(line: Line, caplog: pytest.LogCaptureFixture) -> None:
         found = {answer.name: answer.status for answer in explanation.answers if answer.status != "same"}
         assert found == line.statuses
         assert explanation.starts == (line not in REFUSED)
+        flags = [word.partition("=")[0] for word in read_pasted(line.text).words if word.startswith("--")]
+        assert [answer.name for answer in explanation.answers if answer.name.startswith("--")] == flags
         says = [answer.does for answer in explanation.answers if answer.status != "same"]
         assert line.says in (says or [""])[0]
+        assert " ".join(explanation.command) == f"quire serve {line.command}".rstrip()
         words = shlex.split(" ".join(explanation.command))
-        assert words[:2] == ["quire", "serve"]
         _check(words[2:], line.settings)
     assert not caplog.records
 
@@ -99,10 +101,12 @@ def test_most_lines_are_verbatim() -> None:
     assert len([line for line in LINES if line.row not in REBUILT]) > len(LINES) // 2
 
 
-def test_comments_that_break_a_shell() -> None:
-    """S0-3 and S2-3: after `\\` and a blank a shell ends the command."""
+def test_what_a_shell_would_do() -> None:
+    """It ends a command at `\\` with a blank and a comment (S0-3, S2-3). S3's commands are one line with `\\ `."""
     for line in LINES:
-        assert (BROKEN in explain_command(line.text).notes) == (line.row in ("S0-3", "S2-3"))
+        notes = explain_command(line.text).notes
+        assert (BROKEN in notes) == (line.row in ("S0-3", "S2-3"))
+        assert (ESCAPED in notes) == (line.row in ("S3-1", "S3-2", "S3-4", "S3-6"))
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["text", "json"])
@@ -143,12 +147,19 @@ def test_a_key_lets_others_connect() -> None:
     assert "secret" not in explanation.text() + json.dumps(explanation.as_dict())
 
 
-def test_a_benchmark_is_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    """S1-4."""
-    assert main(["explain", "--vllm", S1_4]) == 2
+@pytest.mark.parametrize(("row", "text", "part"), OTHERS, ids=[row for row, *_ in OTHERS])
+def test_what_starts_no_server(row: str, text: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--vllm", text]) == 2
     error = capsys.readouterr().err
-    assert "vllm.benchmarks.benchmark_serving does not start a server" in error
-    assert "Use python -m quire.benchmarks.benchmark_serving" in error
+    assert part in error
+    assert ("vllm.benchmarks.benchmark_serving does not start a server" in error) == (row == "S1-4")
+
+
+def test_models_in_python() -> None:
+    """S4's other uses of `LLM`."""
+    config = EngineConfig.from_kwargs(model="meta-llama/Llama-3.3-70B-Instruct", tensor_parallel_size=4)
+    assert config.tensor_parallel_size == 4
+    assert EngineConfig.from_kwargs(model="model-name", max_num_batched_tokens=2048).max_num_batched_tokens == 2048
 
 
 def test_speculation_in_python() -> None:

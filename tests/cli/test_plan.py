@@ -35,6 +35,17 @@ def text_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> s
     return capsys.readouterr().out
 
 
+def test_a_line_for_each_group_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bytes of a whole context too, which depend on the machine where a window limits them."""
+    folder = str(write_config(tmp_path, "Gemma-2-9B"))
+    for words in (("plan", folder, "--device", "cpu"), ("explain", folder)):
+        main([*words])
+        shown = [line.removeprefix("kv").strip() for line in capsys.readouterr().out.splitlines()]
+        window, full = (line for line in shown if line.startswith("21 x "))
+        assert window.startswith("21 x window of 4,096 tokens: 172,032 bytes per token, ")
+        assert full == "21 x full: 172,032 bytes per token, 1.31 GiB for 8,192 tokens"
+
+
 def test_json_of_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write_config(tmp_path, "Llama-3.1-8B"))
     goals = ("--request-rate", "2", "--slo-ttft", "1s", "--slo-itl", "80ms", "--price-per-hour", "2.5,0.9")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +104,17 @@ def test_the_interval_says_how_noisy_the_steps_were() -> None:
     quiet, noisy = (fit(measured(noise, rng), GUESS).spread for noise in (0.01, 0.3))
     assert quiet < 0.06
     assert noisy > 0.2
+
+
+def test_the_interval_holds_times_that_do_not_count_for_the_constants() -> None:
+    """A third of all times is longer by a half. The same times of each step are no further steps."""
+    steps = measured(0.01, random.Random(0))
+    several = [replace(step, times=(step.seconds, step.seconds, 1.5 * step.seconds)) for step in steps]
+    equal = [replace(step, times=(step.seconds,) * 3) for step in steps]
+    quiet, noisy, same = (fit(each, GUESS) for each in (steps, several, equal))
+    assert noisy.constants == quiet.constants == same.constants
+    assert noisy.spread == pytest.approx(0.5, rel=0.1)
+    assert same.spread == pytest.approx(quiet.spread, rel=0.2)
 
 
 def test_the_widest_interval_can_be_kept(tmp_path: Path) -> None:

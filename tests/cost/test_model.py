@@ -67,16 +67,18 @@ def test_a_machine_that_becomes_slower_is_noticed_within_some_steps(slowness: fl
         assert cost.predict(load).seconds == pytest.approx(now * true, rel=near)
 
 
-def test_a_size_that_does_not_run_follows_a_machine_that_becomes_slower() -> None:
-    """Both have run often. Then ten steps of one of them show that the machine is slower."""
+@pytest.mark.parametrize("slowness", [1.5, 0.6])
+def test_a_size_that_does_not_run_follows_a_change_of_the_machine_at_once(slowness: float) -> None:
+    """Both have run often. Then five steps of one of them show that the machine is slower, or faster."""
     cost, running, resting = cost_model(), load_of(4), load_of(2)
     true = {load: step_seconds(ARITHMETIC.demand(load), CONSTANTS) for load in (running, resting)}
     for _ in range(100):
         for load, seconds in true.items():
             cost.observe(load, cost.predict(load).seconds, seconds)
-    for _ in range(10):
-        cost.observe(running, cost.predict(running).seconds, 1.5 * true[running])
-    assert cost.predict(resting).seconds > 1.2 * true[resting]
+    for _ in range(5):
+        cost.observe(running, cost.predict(running).seconds, slowness * true[running])
+    assert cost.predict(running).seconds == pytest.approx(slowness * true[running], rel=0.05)
+    assert cost.predict(resting).seconds == pytest.approx(slowness * true[resting], rel=0.1)
 
 
 def test_sizes_that_take_turns_do_not_hurry_each_other() -> None:

@@ -51,7 +51,7 @@ class LightWorker:
 
     def measure(self) -> Measured:
         settings = self._settings
-        logits = logits_bytes(self._model, settings.num_logits_rows)
+        logits = logits_bytes(self._model, settings.num_logits_rows, "cpu")
         buffers = buffer_bytes(self._model, settings.max_num_batched_tokens, settings.model.dtype)
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes(),

@@ -37,10 +37,10 @@ def post(server: Serve, path: str, body: dict[str, Any], **arguments: Any) -> ht
     return httpx.post(server.url + path, json=body, timeout=60, **arguments)
 
 
-def texts(server: Serve, count: int, body: dict[str, Any] = WHOLE) -> set[str]:
+def texts(server: Serve, count: int, body: dict[str, Any] = WHOLE, **arguments: Any) -> set[str]:
     """The different answers to `count` requests at once. All are answered."""
     with ThreadPoolExecutor(count) as pool:
-        answers = list(pool.map(lambda _: post(server, "/v1/completions", body), range(count)))
+        answers = list(pool.map(lambda _: post(server, "/v1/completions", body, **arguments), range(count)))
     assert [answer.status_code for answer in answers] == [200] * count, [answer.text for answer in answers]
     return {answer.json()["choices"][0]["text"] for answer in answers}
 
@@ -82,19 +82,27 @@ def test_metrics_name_their_engine(server: Serve) -> None:
     assert all(engines == {"0", "1"} for engines in found.values())
 
 
+def steps(server: Serve, limit: int) -> list[dict[str, Any]]:
+    """The last steps of each engine."""
+    return [json.loads(line) for line in server.get(f"/v1/steps?limit={limit}").text.splitlines()]
+
+
 def test_every_route_is_of_both(server: Serve) -> None:
-    texts(server, 4)
+    for rank in ("0", "1"):  # each has done steps, with more requests than it may have later
+        texts(server, 4, headers={"X-data-parallel-rank": rank})
     assert [server.get(path).status_code for path in ("/livez", "/readyz", "/health", "/load")] == [200] * 4
     assert server.get("/load").json() == {"server_load": 0}
-    lines = [json.loads(line) for line in server.get("/v1/steps?limit=3").text.splitlines()]
+    lines = steps(server, 3)
     assert [line["engine"] for line in lines] == [0, 0, 0, 1, 1, 1]
+    last = {line["engine"]: line["step_id"] for line in lines}
     moved = post(server, "/v1/config", {"max_num_seqs": 3})
     assert moved.status_code == 200
     assert moved.json()["settings"]["data_parallel_size"]["value"] == 2
     info = server.get("/server_info?config_format=json").json()["vllm_config"]
     assert (info["max_num_seqs"], info["data_parallel_size"]) == (3, 2)
     texts(server, 16)
-    assert max(line["running"] for line in map(json.loads, server.get("/v1/steps").text.splitlines())) <= 3
+    later = [line for line in steps(server, 1000) if line["step_id"] > last[line["engine"]]]
+    assert max(line["running"] for line in later) == 3
     assert post(server, "/reset_prefix_cache", {}).status_code == 200
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ from quire.resolve import DeviceFacts
 from quire.schedule import ScheduledBatch
 from quire.scheduler.from_settings import scheduler_of
 from quire.simulate.run import plan_engine
-from tests.cost.models import cost_model
+from tests.cost.models import CONSTANTS, cost_model
 from tests.examples import examples
 from tests.scheduler.driver import Driver, TimedDriver, request
 from tests.scheduler.test_stateful import MODELS
@@ -269,8 +270,8 @@ def test_a_round_that_was_held_up_does_not_count() -> None:
     )
 
 
-def test_a_second_round_that_is_held_up_changes_nothing() -> None:
-    """Neither constants nor what requests between the rounds have taught."""
+def test_a_second_round_that_is_held_up_changes_the_interval_alone() -> None:
+    """Not the constants, and not what requests between the rounds have taught."""
     driver = CalibratedDriver()
     calibration, done = driver.calibration()
     in_a_round = len(POINTS) * MOST_REPEATS
@@ -281,12 +282,50 @@ def test_a_second_round_that_is_held_up_changes_nothing() -> None:
     driver.add(request("a", range(8), 20))
     driver.run()
     corrected = driver.cost.corrected_fit()
+    assert corrected.spread < 1
     driver.core.command(Command("reset_prefix_cache"))  # it leaves pages to measure with
     while calibration.step():
         pass
-    assert len(done) == 1
-    assert driver.cost.corrected_fit() == corrected
+    assert driver.cost.corrected_fit() == done[-1]
+    assert replace(done[-1], spread=corrected.spread) == corrected
+    assert done[-1].spread >= 2, "half of all steps took three times as long"
     assert corrected.factors
+
+
+@pytest.mark.parametrize("slowness", [1.7, 0.6])
+def test_times_of_two_machines_are_not_mixed(slowness: float) -> None:
+    """The machine changes within the first round, and stays as it is then. Before, it runs steps of requests."""
+    points: list[Rows] = [[(4, 1)] * rows for rows in range(1, 9)] + [[(0, rows)] for rows in (8, 20, 40)]
+    driver = CalibratedDriver()
+    calibration, done = driver.calibration(points)
+    for rows in (2, 3, 4, 6, 10, 14) * 3:
+        load = driver.cost.arithmetic.load([4] * rows, [1] * rows, rows)
+        assert driver.cost.learn is not None
+        driver.cost.learn(load, step_seconds(driver.cost.arithmetic.demand(load), CONSTANTS))
+    driver.delay([1.0] * 6 * (1 + MOST_REPEATS) + [slowness] * 200)
+    while calibration.step():
+        pass
+    for rows in (1, 2, 5, 8):
+        load = driver.cost.arithmetic.load([4] * rows, [1] * rows, rows)
+        seconds = slowness * step_seconds(driver.cost.arithmetic.demand(load), CONSTANTS)
+        assert driver.cost.predict(load).seconds == pytest.approx(seconds, rel=0.05)
+    assert done[-1].constants == driver.cost.fit.constants
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_interval_holds_moments_in_which_the_machine_was_slower(seed: int) -> None:
+    """Constants are those of its fast moments. Every fourth step takes 1.6 times as long, in both rounds and later."""
+    driver, rng = CalibratedDriver(), random.Random(seed)
+    calibration, _ = driver.calibration(
+        [[(4, 1)] * rows for rows in range(1, 9)] + [[(0, rows)] for rows in (8, 20, 40)]
+    )
+    driver.delay([rng.choice([1.0, 1.0, 1.0, 1.6]) for _ in range(200)])
+    while calibration.step():
+        pass
+    load = driver.cost.arithmetic.load([4] * 5, [1] * 5, 5)
+    found, quiet = driver.cost.predict(load), step_seconds(driver.cost.arithmetic.demand(load), CONSTANTS)
+    assert found.seconds == pytest.approx(quiet, rel=0.1)
+    assert found.low <= quiet < 1.6 * quiet <= found.high
 
 
 @pytest.mark.parametrize("seconds", [0.0, -0.001])

@@ -12,7 +12,8 @@ from quire.cost.correct import HALF_COLD_SECONDS
 from quire.engine.core import EngineCore
 from quire.engine.warm_up import produce_tokens
 from quire.errors import EngineDeadError, MemoryPlanError, WeightsError
-from quire.messages import Command, ObservedOverhead, SetLimits
+from quire.messages import AddRequest, Command, ObservedOverhead, SetLimits
+from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import DrafterTime
 from tests.cost.models import cost_model
@@ -412,3 +413,28 @@ def test_step_times_add_up_to_the_time_that_passed(depth: int) -> None:
             total += core.last_record.step_seconds
     assert total <= next(ticks)
     assert total >= 20
+
+
+def test_it_says_which_lost_requests_it_begins() -> None:
+    """Before their step is computed, once, and not while they wait for a place."""
+    told: list[tuple[int, list[str]]] = []
+    driver = Driver(max_num_seqs=2)
+    driver.core.on_begun = lambda request_ids: told.append((len(driver.batches), request_ids))
+    driver.add(request("new", [1, 2], 9))
+    for name in ("a", "b"):
+        driver.add(request(name, [1, 2, 3], 4, is_retry=True))
+    driver.step()
+    assert told == [(0, ["a"])]
+    driver.scheduler.preempt_last()
+    driver.run()
+    assert [request_ids for _, request_ids in told] == [["a"], ["b"]]
+
+
+def test_a_lost_request_is_begun_before_its_adapter_is_read() -> None:
+    """Reading it may be what ends engines. Nobody says it of a request that has lost none."""
+    told: list[list[str]] = []
+    driver = Driver()
+    driver.core.on_begun = told.append
+    for name, is_retry in (("new", False), ("again", True)):
+        driver.core.add(AddRequest(name, [1], SamplingParams(), 4, adapter="any", is_retry=is_retry))
+    assert told == [["again"]]

@@ -94,8 +94,8 @@ class Notes:
         self.pass_tokens: list[int] = []
         runner = core.executor
         assert isinstance(runner, ModelRunner)
-        assert isinstance(runner.drafter, DraftModel)
-        self.drafter, inputs = runner.drafter, runner.input_batch
+        assert isinstance(runner.drafting.drafter, DraftModel)
+        self.drafter, inputs = runner.drafting.drafter, runner.input_batch
         draft, stage = self.drafter.draft, self.drafter.forward_pass.stage
 
         def noted_draft(rows: Sequence[int], counts: Sequence[int]) -> Drafted:

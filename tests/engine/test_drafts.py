@@ -324,6 +324,7 @@ def test_a_fault_of_a_drafter_ends_the_drafts_of_one_request(
     assert answers(core, names, count) == {name: expected(name) for name in names}
     assert (num_failures, proposer.num_asked) == (1, 3)
     assert f"Request random goes on without drafts: {why}" in caplog.text
+    assert ("in refuse" in caplog.text) == (fault is refuse), "the traceback of an error says where it came from"
 
 
 def test_a_request_that_is_aborted_while_its_drafts_are_verified() -> None:

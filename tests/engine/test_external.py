@@ -15,14 +15,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
+from quire.distributed import wire
 from quire.distributed.layout import Grid
 from quire.engine import external
 from quire.engine.external import Companions, ExternalExecutor
+from quire.errors import ConfigError, EngineDeadError
 from quire.kernels import cpu
+from quire.schedule import ScheduledBatch
 from tests.engine.ranks import LIMITS
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -198,3 +202,39 @@ def test_adapters_are_refused() -> None:
     """Ranks with an engine each would begin to use one at different steps."""
     with pytest.raises(ValueError, match="another program has started the ranks"):
         LLM(**LIMITS, enable_lora=True, distributed_executor_backend="external_launcher")
+
+
+def test_each_rank_takes_the_gpu_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch looks for GPUs. The first one sees all, and counts them."""
+
+    def meet(*arguments: Any) -> None:
+        raise OSError("nobody is there")
+
+    monkeypatch.setattr(external, "_meet", meet)
+    model: Any = SimpleNamespace(model="m")
+    for rank, device, wanted in ((1, "cpu", "4,7"), (0, "auto", "4,7"), (1, "auto", "7")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(ConfigError, match="nobody is there"):
+            external.start_external(
+                EngineConfig(tensor_parallel_size=2, device=device), model, lambda phase, share, detail: None
+            )
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
+
+
+def test_a_device_that_fails_ends_its_rank_in_that_step() -> None:
+    """Of a rank that does not sample, too: nobody gives it an order behind the last step."""
+
+    def fail() -> None:
+        raise EngineDeadError("The GPU is gone")
+
+    worker: Any = SimpleNamespace(submit=lambda batch: SimpleNamespace(result=fail))
+    ours, theirs = socket.socketpair()
+    running = ExternalExecutor(worker, Companions(1, {0: ours}))
+    batch = ScheduledBatch(1, ["a"])
+    wire.send(theirs, msgspec.msgpack.encode([external._digest(batch)] * 2))
+    with pytest.raises(EngineDeadError, match="The GPU is gone"):
+        running.submit(batch).result()
+    wire.receive(theirs, 1000)
+    assert theirs.recv(1) == b"", "the others wait for its answer"
+    theirs.close()

@@ -18,15 +18,19 @@ from tests.engine.harness import EOS, Prompt, Schedule, build_core, run
 from tests.engine.test_sameness import NUM_BRIEF, QUESTIONS, brief, prompts
 from tests.examples import IS_FULL
 from tests.worker.fake_accelerator import FakeAccelerator
+from tests.worker.queued_accelerator import QueuedAccelerator, run_ahead
 
 SIZES = (1, 2, 4, 8)
 
 
-TIMINGS = ("late", "early")
+TIMINGS = ("late", "early", "behind")  # of copies to the host, or the device computes behind the host
 
 
 @pytest.fixture(params=TIMINGS)
-def accelerator(request: pytest.FixtureRequest) -> FakeAccelerator:
+def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
+    if request.param == "behind":
+        run_ahead(monkeypatch.setattr)
+        return QueuedAccelerator()
     return FakeAccelerator(is_late=request.param == "late")
 
 

@@ -83,8 +83,8 @@ class Notes:
         self.num_drafts = self.num_held = 0
         runner = core.executor
         assert isinstance(runner, ModelRunner)
-        assert isinstance(runner.drafter, HeadDrafter)
-        self.drafter, inputs = runner.drafter, runner.input_batch
+        assert isinstance(runner.drafting.drafter, HeadDrafter)
+        self.drafter, inputs = runner.drafting.drafter, runner.input_batch
         draft = self.drafter.draft
 
         def noted(rows: Sequence[int], counts: Sequence[int]) -> Drafted:

@@ -133,7 +133,8 @@ class NotedLoad:
 
 
 def brought_up(workers: Sequence[NotedWorker], **arguments: Any) -> Any:
-    config = EngineConfig.from_kwargs(max_num_seqs=4, max_num_batched_tokens=64, device="cpu", **arguments)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "device": "cpu"}
+    config = EngineConfig.from_kwargs(**limits | arguments)
     return bring_up(config, MODEL, workers, is_server=True, progress=ignore)
 
 
@@ -361,16 +362,65 @@ def test_an_adapter_is_read_when_all_ranks_have_read_it() -> None:
     assert workers[0].told[-1] == ("add", None)
 
 
+class Looked(NotedWorker):
+    """Says what `check_alive` finds. Its `drop_adapter` hangs until `goes_on` is set."""
+
+    def __init__(self, error: EngineDeadError | None = None) -> None:
+        super().__init__()
+        self.found, self.goes_on, self.looks = error, threading.Event(), 0
+
+    def drop_adapter(self, digest: str) -> None:
+        self.goes_on.wait(20.0)
+
+    def check_alive(self) -> None:
+        self.looks += 1
+        if self.found is not None:
+            raise self.found
+
+
+def test_a_rank_that_hangs_is_not_waited_for_where_ranks_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.executor.LEAVE_SECONDS", 0.05)
+    busy, other = Looked(), Looked()
+    executor = ThreadExecutor([busy, other])
+    executor.drop_adapter("digest")
+    other.goes_on.set()
+    executor.check_alive()
+    executor.check_alive()
+    assert (busy.looks, other.looks) == (0, 1)
+    other.found = EngineDeadError("Rank 1 has failed")
+    busy.goes_on.set()
+    with pytest.raises(EngineDeadError, match="Rank 1 has failed"):  # noqa: PT012
+        for _ in range(400):
+            executor.check_alive()
+    assert busy.looks
+    executor.shutdown()
+
+
 def test_devices_must_be_alike() -> None:
     small = replace(FACTS, total_memory_bytes=4 * GIB, num_cores=2)
-    least = least_facts([replace(FACTS, free_memory_bytes=GIB), small])
+    names = ["Rank 0 of 2 (process 4 on host-a)", "Rank 1 of 2 (process 5 on host-b)"]
+    least = least_facts([replace(FACTS, free_memory_bytes=GIB), small], names)
     assert (least.total_memory_bytes, least.free_memory_bytes, least.num_cores) == (4 * GIB, GIB, 2)
     assert WITH_GPU.gpu is not None
     narrow = replace(WITH_GPU, gpu=replace(WITH_GPU.gpu, free_memory_bytes=GIB))
-    assert least_facts([WITH_GPU, narrow]).memory_of("cuda") == (80 * GIB, GIB)
-    for other in (WITH_GPU, replace(FACTS, isa="amx")):
-        with pytest.raises(ConfigError, match="not alike"):
-            least_facts([FACTS, other])
+    assert least_facts([WITH_GPU, narrow], names).memory_of("cuda") == (80 * GIB, GIB)
+    old = replace(WITH_GPU, gpu=replace(WITH_GPU.gpu, capability=80))
+    for first, other, kinds in (
+        (FACTS, replace(FACTS, isa="amx"), r"on host-a\): avx2; Rank 1 of 2 \(process 5 on host-b\): amx"),
+        (WITH_GPU, old, r"on host-a\): avx2 and sm_90; Rank 1 of 2 \(process 5 on host-b\): avx2 and sm_80"),
+    ):
+        with pytest.raises(ConfigError, match=f"not alike.*{kinds}"):
+            least_facts([first, other], names)
+
+
+def test_a_rank_without_a_gpu_is_named() -> None:
+    """With its host, and why it has none."""
+    lacks = replace(FACTS, no_gpu="torch finds no GPU of NVIDIA")
+    workers = [NotedWorker(1), NotedWorker(2)]
+    workers[0].facts, workers[1].facts = lambda wants_gpu: WITH_GPU, lambda wants_gpu: lacks  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"Got 'A worker with 2 blocks: torch finds no GPU of NVIDIA.*--device cpu"):
+        brought_up(workers, device="auto")
+    assert not workers[0].told, "nothing is read"
 
 
 class Rank(DeviceWorker):

@@ -36,6 +36,7 @@ from quire.worker.cuda_graphs import StepGraphs
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.draft_draws import DraftDraws
 from quire.worker.draft_model import DraftModel
+from quire.worker.drafter import Drafter
 from quire.worker.head_drafter import HeadDrafter, TargetStreams
 from quire.worker.input_batch import Padding
 from quire.worker.kv_cache import PagedCache
@@ -151,7 +152,7 @@ def test_a_step_that_drafts_waits_once(runner: ModelRunner, kind: str, tmp_path:
     caches = PagedCache(runner.cache.pages, runner.cache.layers, runner.cache.layers)
     draws = DraftDraws(inputs, device, is_greedy=False)
     if kind == "draft_model":
-        runner.drafter = DraftModel(runner.model, caches, inputs, draws, max_tokens=256, max_drafts=3)
+        drafter: Drafter = DraftModel(runner.model, caches, inputs, draws, max_tokens=256, max_drafts=3)
     else:
         heads.write(tmp_path, heads.SPECULATORS, heads.eagle3_tensors(prefix="layers.0.", is_whole=True))
         config = load_drafter_config(tmp_path, SpeculativeConfig(method="eagle3", model="x"), runner.model.config)
@@ -159,7 +160,9 @@ def test_a_step_that_drafts_waits_once(runner: ModelRunner, kind: str, tmp_path:
         assert isinstance(head, Head)
         assert isinstance(runner.model, Decoder)
         streams = TargetStreams(runner.model, head, 256)
-        runner.drafter = HeadDrafter(head, streams, caches, inputs, draws, max_tokens=256, num_kept=8)
+        drafter = HeadDrafter(head, streams, caches, inputs, draws, max_tokens=256, num_kept=8)
+    graphs = runner.forward_pass.captured
+    runner = ModelRunner(runner.model, runner.cache, inputs, "raw_logprobs", device, graphs, drafter)
     names = ["greedy", "random"]
     rows = [NewRow(name, list(range(20)), 20, EVERYTHING[name], [2 * i, 2 * i + 1]) for i, name in enumerate(names)]
     for step, (start, length, drafts) in enumerate([(0, 20, ()), (20, 4, (UNDRAFTED,) * 3)]):

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,14 +24,17 @@ from quire import envs
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.engine import nodes
-from quire.engine.nodes import Hello, Joined, Refused, Welcome, let_in
+from quire.engine.nodes import Hello, Joined, Refused, Use, Welcome, let_in
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, EngineDeadError
 from quire.kernels import cpu
+from quire.model_config import load_model_config
 from tests.engine.harness import run
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_rank_processes import ENDLESS, is_there, wait_for
 from tests.engine.test_sameness import brief
+from tests.engine.test_sameness_ranks_lora import load
+from tests.lora.adapters import write_random_adapter
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -54,7 +59,11 @@ def settings(port: int, **more: Any) -> dict[str, Any]:
 @contextmanager
 def other_node(port: int, **more: Any) -> Iterator[subprocess.Popen[str]]:
     given = {name.replace("_", "-"): value for name, value in settings(port, node_rank=1, **more).items()}
-    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    flags = [
+        word
+        for name, value in given.items()
+        for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
+    ]
     command = [sys.executable, "-m", "quire", "serve", "--headless", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -74,13 +83,21 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2])
-def test_two_machines_give_the_tokens_of_one_process(width: int) -> None:
-    port = free_port()
-    with other_node(port, tensor_parallel_size=width) as node:
-        engine = head(port, tensor_parallel_size=width)
+def test_two_machines_give_the_tokens_of_one_process(width: int, tmp_path: Path) -> None:
+    """Also with an adapter that comes later."""
+    port, config = free_port(), load_model_config(quire.demo.path("target"))
+    adapter = write_random_adapter(tmp_path, config, rank=8, modules=("down_proj", "lm_head"))
+    more = {"tensor_parallel_size": width, "enable_lora": True}
+    with other_node(port, **more) as node:
+        engine, one = head(port, **more), started(1, enable_lora=True)
         pids = children(node.pid)
         assert len(pids) == width
-        assert run(engine.core, brief()) == run(started(1).core, brief())
+        assert run(engine.core, brief()) == run(one.core, brief())
+        facts = [load(core, adapter).facts for core in (engine.core, one.core)]
+        assert facts[0] is not None
+        assert facts[0] == facts[1]
+        adapted = [replace(prompt, adapter=facts[0].digest) for prompt in brief()]
+        assert run(engine.core, adapted, prefix="adapted") == run(one.core, adapted, prefix="adapted")
         engine.core.shutdown()
         assert node.wait(10) == 0
         assert not any(map(is_there, pids))
@@ -168,9 +185,14 @@ def finish(port: int, config: EngineConfig) -> None:
     with come(port) as home:
         wire.send(home, nodes.encode(told(config)))
         assert nodes.decode(wire.receive(home)) == Welcome(ADDRESS, port)
-        for is_link in (True, False):
-            with come(port) as peer:
-                wire.send(peer, nodes.encode(nodes.RankConnects(1, is_link)))
+        connect(port, (1, "rows"), (1, "orders"))
+
+
+def connect(port: int, *uses: tuple[int, Use]) -> None:
+    """Connections of ranks, each for one use."""
+    for rank, use in uses:
+        with come(port) as peer:
+            wire.send(peer, nodes.encode(nodes.RankConnects(rank, use)))
 
 
 def close(found: list[Joined]) -> None:
@@ -197,9 +219,7 @@ def test_a_machine_that_starts_again_while_others_are_awaited() -> None:
             assert nodes.decode(wire.receive(another)) == Refused("node 1 is here already, or is none of 1 to 2")
     with coming(1) as one, coming(2) as two:
         assert [type(nodes.decode(wire.receive(home))) for home in (one, two)] == [Welcome, Welcome]
-        for rank, is_link in ((1, True), (1, False), (2, False)):
-            with come(port) as peer:
-                wire.send(peer, nodes.encode(nodes.RankConnects(rank, is_link)))
+        connect(port, (1, "rows"), (1, "orders"), (2, "orders"))
         letting.join(15.0)
     for peer in found[0].peers():
         peer.close()

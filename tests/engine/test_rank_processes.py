@@ -32,7 +32,8 @@ from quire.kernels import cpu
 from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import SamplingParams
 from tests.e2e.serving import INTERPRETER
-from tests.engine.harness import EOS, Prompt, run
+from tests.engine import queued_gpus
+from tests.engine.harness import EOS, Prompt, run, two_layers
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_ranks import answers
@@ -84,6 +85,9 @@ def wait_for(condition: Any, seconds: float = 20.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
     return bool(condition())
+
+
+BRIEF_STEPS = 6  # of an answer with as many tokens
 
 
 SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
@@ -302,6 +306,30 @@ def test_a_rank_that_raises_where_others_wait_for_it(
     process = process_of(engine)
     engine.core.shutdown()
     assert process.returncode is not None
+
+
+@pytest.mark.parametrize(("where", "number"), [("before", 3), ("behind", 3), ("behind", BRIEF_STEPS)])
+def test_a_device_that_fails_behind_its_host_is_told(where: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the answers of a rank that does not sample, so the rank says it without being asked: while the
+    device of the first rank waits for its device, between steps, or after the last step.
+    """
+    program = ("-m", "tests.engine.queued_gpus", where, str(number))
+    monkeypatch.setattr(rank_spawn, "PROGRAM", program)
+    queued_gpus.use_them(monkeypatch.setattr)
+    limits = {"cudagraph_capture_sizes": (1, 2), "distributed_timeout_seconds": 120}
+    engine = in_processes(two_layers(), tensor_parallel_size=2, **LIMITS | limits | {"device": "cuda"})
+    short = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=BRIEF_STEPS, ignore_eos=True))
+    try:
+        with pytest.raises(EngineDeadError, match="The GPU reports an error: it is gone"):
+            _run_and_look(engine, [short])
+    finally:
+        engine.core.shutdown()
+
+
+def _run_and_look(engine: StartedEngine, prompts: list[Prompt]) -> None:
+    """As an engine process does, which looks at its ranks while there are no requests."""
+    run(engine.core, prompts)
+    wait_for(engine.check_alive)
 
 
 PARENT = """

@@ -1,11 +1,13 @@
 """Ranks whose devices run behind their hosts: the tokens are those of one rank, and no step is lost.
 
-Each rank is a thread with an accelerator of its own, which computes with CPU tensors. Gloo stands in for NCCL.
+Each rank is a thread with an accelerator of its own, which computes with CPU tensors, on a thread of its own. Gloo
+stands in for NCCL.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,6 +20,7 @@ import torch
 import quire.demo
 from quire.config import EngineConfig
 from quire.distributed.device_group import DeviceGroup
+from quire.distributed.group import GroupError
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, EngineDeadError
@@ -27,16 +30,18 @@ from quire.loader import load
 from quire.messages import AddRequest, Progress
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.models.form import ModelForm
 from quire.planning.cut_stages import grid_of, part_of_rank
+from quire.planning.memory_plan import logits_bytes
 from quire.resolve import DeviceFacts, GpuFacts
 from quire.sampling_params import SamplingParams
+from quire.worker.live_buffers import LiveBuffers
 from quire.worker.worker import DeviceWorker
 from tests.engine.harness import EOS, tokens_and_logprobs, two_layers
+from tests.engine.queued_gpus import OnCpu
 from tests.engine.ranks import LIMITS, fail_at, ignore
 from tests.engine.test_sameness_ranks import Answer, answers, of_ranks
 from tests.engine.test_sameness_ranks_drafters import drafted, of_one, speculation
-from tests.worker.fake_accelerator import FakeAccelerator
+from tests.worker.queued_accelerator import QueuedAccelerator, run_ahead
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -56,11 +61,8 @@ class GpuRank(DeviceWorker):
 def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are on the CPU, with its kernels, although their device is a GPU."""
 
-    class OnCpu(ModelForm):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named | {"device": torch.device("cpu"), "attention_backend": "auto"})
-
     monkeypatch.setattr(load, "ModelForm", OnCpu)
+    run_ahead(monkeypatch.setattr)
 
 
 def started(
@@ -76,7 +78,8 @@ def started(
         found = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=limit) for rank in range(grid.size)]
         os.close(memory)
         return [
-            GpuRank(part_of_rank(model_config, config, ranks.rank), progress, FakeAccelerator, ranks) for ranks in found
+            GpuRank(part_of_rank(model_config, config, ranks.rank), progress, QueuedAccelerator, ranks)
+            for ranks in found
         ]
 
     folder = folder or quire.demo.path("target")
@@ -164,6 +167,77 @@ def test_an_error_behind_a_launch_ends_the_engine(monkeypatch: pytest.MonkeyPatc
         engine.core.shutdown()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_device_that_fails_ends_the_engine(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of the other rank waits for it in an exchange, and is let go. Both hosts had launched their step."""
+    engine = started(2, two_layers(), enforce_eager=True)
+    try:
+        worker = engine.executor.workers[rank]
+        assert isinstance(worker, DeviceWorker)
+        device = worker.runner.device
+        assert isinstance(device, QueuedAccelerator)
+        launches, launch = list[int](), worker.runner._launch
+
+        def fail_at_third(batch: Any) -> Any:
+            launches.append(len(launches))
+            if len(launches) == 3:
+                device.fail(ValueError("it is gone"))
+            return launch(batch)
+
+        monkeypatch.setattr(worker.runner, "_launch", fail_at_third)
+        with pytest.raises(EngineDeadError, match="The GPU reports an error: it is gone"):
+            answers(engine.core)
+        assert len(launches) >= 3
+    finally:
+        engine.core.shutdown()
+
+
+def test_a_host_launches_while_its_device_is_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both steps in flight are launched, and nothing of them is computed. The tokens are the same."""
+    engine = started(2, two_layers())
+    second = engine.executor.workers[1]
+    assert isinstance(second, DeviceWorker)
+    device, gate, held = second.runner.device, threading.Event(), list[bool]()
+    assert isinstance(device, QueuedAccelerator)
+    launch = second.runner._launch
+
+    def note(batch: Any) -> Any:
+        if len(held) == 4:
+            device.put(gate.wait)
+        pending = launch(batch)
+        held.append(not pending.download.is_done())
+        if len(held) == 6:
+            assert held[4:] == [True, True]
+            gate.set()
+        return pending
+
+    monkeypatch.setattr(second.runner, "_launch", note)
+    try:
+        assert answers(engine.core) == expected("bfloat16")
+        assert len(held) > 6
+    finally:
+        gate.set()
+        engine.core.shutdown()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_where_results_are_taken_in_ends_the_engine(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices have computed the step, so a rank that does not know its tokens cannot go on with the others."""
+    engine = started(2, two_layers())
+    try:
+        worker = engine.executor.workers[rank]
+        assert isinstance(worker, DeviceWorker)
+        fail_at(monkeypatch, worker.runner, "_take_in", 3, ValueError("no room for results"))
+        with pytest.raises(EngineDeadError, match=rf"Rank {rank} of 2 failed in a step: ValueError: no room for resul"):
+            answers(engine.core)
+        for each in engine.executor.workers:
+            assert isinstance(each, DeviceWorker)
+            assert each._ranks is not None
+            assert each._ranks.failing.failed_rank == rank
+    finally:
+        engine.core.shutdown()
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -194,12 +268,12 @@ def test_hosts_run_ahead_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
                     replay()
 
                 monkeypatch.setattr(captured.graph, "replay", agreed)
-            for name in ("_launch", "_finish"):
+            for name in ("_launch", "_finish_oldest"):
                 method = getattr(worker.runner, name)
 
-                def note(argument: Any, name: str = f"{name} {rank}", method: Any = method) -> Any:
+                def note(*arguments: Any, name: str = f"{name} {rank}", method: Any = method) -> Any:
                     calls.append(name)
-                    return method(argument)
+                    return method(*arguments)
 
                 monkeypatch.setattr(worker.runner, name, note)
         assert answers(engine.core) == expected("bfloat16")
@@ -223,6 +297,60 @@ def test_a_rank_that_does_not_sample_waits_for_the_step_before_only() -> None:
         assert [step._pending.is_done for step in launched] == [True] * (len(launched) - 1) + [False]
     finally:
         engine.core.shutdown()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_memory_in_which_logits_are_joined_is_planned(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks with equal parts of the vocabulary, and of ranks with padding."""
+    monkeypatch.setattr(Decoder, "_room_for_logits", lambda *arguments: None)  # as on a GPU
+    num_rows, engine = 64, started(num_ranks, two_layers())
+
+    def peak(worker: Worker) -> int:
+        assert isinstance(worker, DeviceWorker)
+        assert isinstance(worker.model, Decoder)
+        hidden_RD = torch.zeros((num_rows, worker.model.config.hidden_size), dtype=torch.bfloat16)
+        with torch.inference_mode(), LiveBuffers() as buffers:
+            worker.model.compute_logits(hidden_RD)
+        return buffers.peak_bytes
+
+    try:
+        peaks = engine.executor._tell(peak)  # type: ignore[attr-defined]
+        for peak_bytes, worker in zip(peaks, engine.executor.workers, strict=True):
+            config = worker.model.config  # type: ignore[attr-defined]
+            row_bytes = 4 * num_rows * config.vocab_size
+            assert 2 * row_bytes < peak_bytes <= logits_bytes(config, num_rows, "cuda") < 4 * row_bytes
+    finally:
+        engine.core.shutdown()
+
+
+def test_a_rank_without_orders_hears_of_its_device() -> None:
+    """Of a failure in its last step, for which nobody waits. It waits for nothing itself."""
+    engine = started(2, two_layers())
+    first, second = engine.executor.workers
+    assert isinstance(first, DeviceWorker)
+    assert isinstance(second, DeviceWorker)
+    assert first._ranks is not None
+    try:
+        engine.executor._runs_ahead = False  # type: ignore[attr-defined]
+        answers(engine.core)
+        assert second.is_behind
+        download = second._behind[0]._pending.download
+        download.is_done, download.wait = lambda: False, _device_gone  # type: ignore[method-assign]
+        second.catch_up()
+        assert second.is_behind
+        first._ranks.check()
+        download.is_done = lambda: True  # type: ignore[method-assign]
+        with pytest.raises(EngineDeadError, match="The GPU is gone"):
+            second.catch_up()
+        assert not second.is_behind
+        with pytest.raises(GroupError, match="rank 1 has failed"):
+            first._ranks.check()
+    finally:
+        engine.core.shutdown()
+
+
+def _device_gone() -> Any:
+    raise EngineDeadError("The GPU is gone")
 
 
 def _noting(method: Any) -> tuple[Any, list[Any]]:

@@ -92,7 +92,7 @@ def test_an_error_of_the_drafter_ends_no_engine(monkeypatch: pytest.MonkeyPatch)
     """Of one rank, between two passes of all: the step is computed again."""
     folder = demo.path("draft")
     engine = started(2, drafter_folder=folder, **speculation("draft_model", folder))
-    drafter = engine.executor.workers[1].runner.drafter  # type: ignore[attr-defined]
+    drafter = engine.executor.workers[1].runner.drafting.drafter  # type: ignore[attr-defined]
     calls = fail_at(monkeypatch, drafter, "_draft_one", 2, OSError("once"))
     assert drafted(engine)[0] == of_one()
     assert len(calls) > 2

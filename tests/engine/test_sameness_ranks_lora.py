@@ -91,6 +91,47 @@ def test_every_form(num_ranks: int, form: dict[str, Any], adapters: list[Path]) 
     several.core.shutdown()
 
 
+@pytest.mark.parametrize(("width", "num_stages"), [(1, 2), (1, 3), (2, 2)])
+def test_stages(width: int, num_stages: int, adapters: list[Path]) -> None:
+    """A stage has the deltas of its layers; the vocabulary's are in the first and the last one."""
+    several = started(width, num_stages=num_stages, **LORA)
+    assert tokens(several, adapters) == tokens(started(1, **LORA), adapters)
+    lora = several.resolved.lora
+    assert lora is not None
+    parts = [worker.model.config for worker in several.executor.workers]  # type: ignore[attr-defined]
+    assert all(0 < lora.adapter_bytes(part) < lora.adapter_bytes(several.model_config) for part in parts)
+    several.core.shutdown()
+
+
+def test_an_adapter_of_one_layer(tmp_path: Path) -> None:
+    """All stages but one have nothing of it, and know it by the same digest."""
+    config = load_model_config(quire.demo.path("target"))
+    last = f"layers.{config.num_layers - 1}.mlp.down_proj"
+    path = write_adapter(tmp_path / "last", random_tensors(config, 4, modules=(last,), size=0.5), rank=4)
+    prompts = [*brief()]
+    answers = []
+    for engine in (started(1, **LORA), started(1, num_stages=3, **LORA)):
+        facts = load(engine.core, path).facts
+        assert facts is not None
+        adapted = run(engine.core, [replace(prompt, adapter=facts.digest) for prompt in prompts])
+        answers.append((facts, adapted, run(engine.core, prompts, prefix="base")))
+        engine.core.shutdown()
+    assert answers[0] == answers[1]
+    assert answers[0][1] != answers[0][2], "the adapter changes nothing"
+
+
+def test_stages_as_processes(adapters: list[Path], tmp_path: Path) -> None:
+    """Adapters come, go and are refused while steps are in flight in both stages."""
+    engine = in_processes(pipeline_parallel_size=2, **LORA)
+    state = load(engine.core, tmp_path)
+    assert state.error is not None
+    assert f"no {CONFIG_NAME}" in state.error
+    assert tokens(engine, adapters) == tokens(started(1, **LORA), adapters)
+    process = process_of(engine)
+    engine.core.shutdown()
+    assert process.returncode == 0
+
+
 def test_fused_tensors(tmp_path: Path) -> None:
     """A delta of one tensor gives several strips of a rank's weight."""
     sizes = SIZES | {"vocab_size": 5000, "intermediate_size": 200}

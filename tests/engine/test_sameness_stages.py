@@ -182,7 +182,6 @@ def test_what_cannot_be_cut_is_refused_before_weights_are_read(monkeypatch: pyte
         started(1, num_stages=NUM_LAYERS + 1, load_format="safetensors")
     assert f"1 to {NUM_LAYERS}" in error.value.message
     for arguments, words in (
-        ({"enable_lora": True}, "Pipeline parallelism does not go together with adapters"),
         ({"distributed_executor_backend": "uni"}, "uni"),
         ({"pipeline_parallel_size": 65}, "1 to 64"),
         ({"model_impl": "transformers"}, "modelling code"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,8 @@ from quire.distributed.layout import Grid
 from quire.engine import external, process, ranks
 from quire.engine.nodes import Joined
 from quire.engine.process import EngineProcess
-from quire.engine.rank_messages import RankLaunch
-from quire.errors import EngineDeadError, PeerLostError
+from quire.engine.rank_messages import Failed, RankLaunch, encode
+from quire.errors import AdapterNotFoundError, EngineDeadError, PeerLostError
 from quire.kernels import cpu
 from quire.messages import EngineLaunch, UnixSockets
 from quire.worker.worker import DeviceWorker
@@ -33,6 +34,8 @@ WAITING = "import os, sys; os.read(int(sys.argv[1]), 1)"  # until the connection
 
 class Told:
     """Failing: who has failed."""
+
+    failed_rank: int | None = None
 
     def __init__(self) -> None:
         self.ranks: list[int] = []
@@ -77,8 +80,16 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     home = ranks.Home(ours)
-    rank = ranks.RemoteRank(1, Grid(1, 2, 2), Told(), SimpleNamespace(close=lambda: None), home, None)  # type: ignore[arg-type]
+    orders, adapters, told = Pipe(), Pipe(), Told()
+    rank = ranks.RemoteRank(1, Grid(1, 2, 2), told, orders[0], adapters[0], home, None)  # type: ignore[arg-type]
     rank.check_alive()
+    told.failed_rank = 1
+    with pytest.raises(EngineDeadError, match=r"Rank 1 of 2, in stage 0 of 2 \(on 127.0.0.1\) has failed"):
+        rank.check_alive()
+    told.failed_rank = None
+    adapters[1].send_bytes(encode(Failed.of(AdapterNotFoundError("There is no adapter here", fix="Copy it"))))
+    with pytest.raises(AdapterNotFoundError, match=r"There is no adapter here, on 127.0.0.1\. .*Copy it"):
+        rank.load_adapter("adapter", None, False).result()
     theirs.close()
     assert wait_for(rank._is_lost)
     with pytest.raises(EngineDeadError, match=r"Rank 1 of 2, in stage 0 of 2 \(on 127.0.0.1\) is lost"):
@@ -146,7 +157,7 @@ def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
 
 def test_what_waits_in_vain_says_what_it_was_doing() -> None:
     told: list[int] = []
-    ranks: Any = SimpleNamespace(rank=2, fail=lambda: told.append(2))
+    ranks: Any = SimpleNamespace(rank=2, fail=lambda: told.append(2), own_failure=None)
     worker = DeviceWorker(None, ignore, ranks=ranks)  # type: ignore[arg-type]
     with (
         pytest.raises(PeerLostError, match=r"Rank 2 cannot go on with a step: rank 1 did not come within 600 s"),

@@ -106,7 +106,7 @@ def test_the_plan_is_what_is_allocated_and_it_serves() -> None:
     assert num_drafts > 20
     (worker,) = workers
     assert worker.drafter is not None
-    assert isinstance(worker.runner.drafter, DraftModel)
+    assert isinstance(worker.runner.drafting.drafter, DraftModel)
     resolved, settings = engine.resolved, engine.resolved.settings
     assert worker.cache.num_bytes == resolved.memory.kv_cache_bytes
     kv = kv_format("auto", "bfloat16")
@@ -119,7 +119,8 @@ def test_the_plan_is_what_is_allocated_and_it_serves() -> None:
     own = worker.model.weight_bytes() + worker.drafter.weight_bytes()
     assert resolved.memory.weight_bytes == own == planned_weight_bytes(resolved, WITH_DRAFT)
     logits = settings["drafter_logits_bytes"].value
-    assert logits == logits_bytes(DRAFT, 32) == logits_bytes(WITH_DRAFT, 32) - logits_bytes(TARGET, 32)
+    of_drafter, of_both, of_target = (logits_bytes(model, 32, "cpu") for model in (DRAFT, WITH_DRAFT, TARGET))
+    assert logits == of_drafter == of_both - of_target
     assert not any(name.startswith("drafter") for name in plain.resolved.settings)
 
 
@@ -151,8 +152,8 @@ def test_on_a_gpu(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     assert strides == {256 // resolved.model.block_size}, "kernels are compiled for a stride: before serving"
     assert tokens == plain_tokens()
     assert num_drafts > 20 or resolved.scheduler.async_scheduling, "two steps in flight: newest tokens are not known"
-    assert isinstance(worker.runner.drafter, DraftModel)
-    assert (worker.runner.drafter.forward_pass.captured is None) == bool(arguments.get("enforce_eager"))
+    assert isinstance(worker.runner.drafting.drafter, DraftModel)
+    assert (worker.runner.drafting.drafter.forward_pass.captured is None) == bool(arguments.get("enforce_eager"))
     assert worker.cache.num_bytes == resolved.memory.kv_cache_bytes
 
 

@@ -65,7 +65,7 @@ def test_the_plan_is_what_is_allocated_and_it_serves(method: str, tmp_path: Path
     assert none == 0 < num_drafts
     (worker,) = workers
     assert isinstance(worker.drafter, Head)
-    drafter = worker.runner.drafter
+    drafter = worker.runner.drafting.drafter
     assert isinstance(drafter, HeadDrafter)
     assert drafter.forward_pass.captured is not None
     settings, memory = engine.resolved.settings, engine.resolved.memory

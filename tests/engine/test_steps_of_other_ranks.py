@@ -19,7 +19,7 @@ class Rank(OtherRank):
     """One whose process is the test."""
 
     def __init__(self, connection: Connection) -> None:
-        super().__init__(1, Grid(width=2), NoFailing(), connection)
+        super().__init__(1, Grid(width=2), NoFailing(), connection, None)
 
     def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> AdapterLoad:
         raise NotImplementedError

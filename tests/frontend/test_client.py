@@ -155,6 +155,22 @@ async def test_echo_gives_the_prompt_up_to_max_tokens():
     assert deltas[0].queued_seconds == 0.0
 
 
+async def test_an_echo_that_is_paused_ends_no_step():
+    """Not even the one that has begun: a request that comes now gets no token."""
+    client = EchoClient(step_seconds=0.01)
+    assert isinstance(await client.receive(), EngineReady)
+    client.send(add(max_tokens=5))
+    step = asyncio.ensure_future(client.receive())
+    await asyncio.sleep(0)
+    client.is_paused = True
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(step), 0.05)
+    client.is_paused = False
+    client._wake.set()
+    (delta,) = (await step).deltas
+    assert delta.token_ids == [5]
+
+
 async def test_echo_honours_stops_logprobs_and_min_tokens():
     client = EchoClient([9, 8])
     client.send(add("eos", logprobs=2, max_tokens=9))

@@ -395,6 +395,24 @@ async def test_a_request_outlives_few_engines_even_if_it_gets_tokens() -> None:
             await reading
 
 
+async def test_a_request_that_only_waits_is_not_to_blame() -> None:
+    """However many engines it sees, as long as none of them has begun it."""
+    limits = replace(PATIENT, max_failures=20)
+    async with Recovering(limits=limits, step_seconds=0.001, max_num_seqs=1) as running:
+        reading = asyncio.ensure_future(running.read("long", max_tokens=2000, min_tokens=2000))
+        waiting = asyncio.ensure_future(running.read("waiting"))
+        for number in range(1, MOST_LOSSES + 1):
+            await running.wait_for_client(number)
+            await running.wait_until_sent(2)
+            before = running.metrics.counts["tokens"]
+            await until(lambda before=before: running.metrics.counts["tokens"] > before)  # type: ignore[misc]
+            running.client.die("killed")
+        with pytest.raises(EngineRestartedError):
+            await reading
+        assert await waiting == "the quick fox"
+        assert running.metrics.counts["unsaved retried"] == 1
+
+
 async def test_failed_starts_do_not_use_up_the_retry() -> None:
     async with Recovering() as running:
         running.client.is_paused = True

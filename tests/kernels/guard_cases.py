@@ -24,10 +24,11 @@ from quire.kernels import cpu, dense, experts, fp8, grouped, ops
 from quire.kernels.expert_stack import PackedStack, StackBuilder
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.kernels.lora import LoraTable, RowAdapters, add_lora, pack_delta
+from quire.kernels.lora import LoraTable, RowAdapters, add_lora
 from quire.kernels.recording import Arena, record
 from quire.kernels.routing import Routing, RoutingRule
 from tests.kernels import by_name
+from tests.kernels.deltas import pack_delta
 
 HUGE = 1 << 62
 
@@ -599,11 +600,6 @@ def additions() -> Iterator[Case]:
     looked_up.add(ValueError, "token_ids is [2], expected [3]", "too few tokens", x=torch.zeros(2, dtype=torch.int64))
     looked_up.add_dtypes(x=torch.int32)
     yield from looked_up.cases
-    delta = Table("pack_delta", pack_delta, lambda: {"a_RK": torch.ones(2, 8), "b_NR": torch.ones(5, 2), "scale": 1.0})
-    delta.add(ValueError, "b is [5, 3], expected [5, 2]", "B of another rank", b_NR=torch.ones(5, 3))
-    delta.add(ValueError, "expected [R, K] and [N, R], none 0", "no rank", a_RK=torch.ones(0, 8), b_NR=torch.ones(5, 0))
-    delta.add_dtypes(a_RK=torch.float64, b_NR=torch.bfloat16)
-    yield from delta.cases
     held = Table("LoraTable.set", lambda deltas: adapter_table().set(0, deltas), lambda: {"deltas": [None, None]})
     wide, narrow = (
         pack_delta(torch.ones(2, 9), torch.ones(5, 2), 1.0),

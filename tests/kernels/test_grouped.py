@@ -31,7 +31,7 @@ CONTRASTING_FORMATS = [
 ]
 # N around the panel width (64); K below, at and above whole groups, and, 2500, over several blocks of K
 SHAPES_NK = [(1, 1), (19, 111), (64, 128), (130, 640), (70, 2500)]
-BATCHES = [1, 2, 3, 4, 5, 6, 7, 13, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 130]
+BATCHES = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 130]
 
 # Integer sums are exact; the twin adds up to 2500 products in float32, the kernels one per group.
 ATOL = 5e-5
@@ -180,17 +180,32 @@ def test_the_largest_products_fit_into_all_sums(isa: str, weight_format: Grouped
     """Every code and every element at an end of its range, with equal signs and with signs that alternate."""
     N, K = 66, 1280
     codes_NK = torch.zeros(N, K, dtype=torch.uint8)
-    x_TK = -torch.ones(7, K)
+    x_TK = -torch.ones(13, K)
     for step in (1, 2, 4, 8):
         is_first_K = torch.arange(K) // step % 2 == 0
         codes_NK[step, is_first_K] = codes_NK[step + 16] = (1 << weight_format.bits) - 1
         x_TK[step % 7, is_first_K] = 1
+    x_TK[7:] = -x_TK[:6]
     weight = replace(random_weight(weight_format, N, K), codes_NK=codes_NK)
     packed = pack_grouped(weight)
     # in float64: the sums of the twin may lose more to cancellation than the kernels' exact ones
     expected_TN = (x_TK.double() @ reference.dequantize_grouped(weight).double().T).float()
-    for T in (1, 7):
+    for T in (1, 7, 13):
         torch.testing.assert_close(grouped_linear(x_TK[:T], packed), expected_TN[:T], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 13])
+def test_sums_of_the_largest_group(isa: str, T: int) -> None:
+    """65,536 elements, which is the most whose sums fit into 32 bits."""
+    N, K = 66, 65_536
+    codes_NK = torch.full((N, K), 255, dtype=torch.uint8)
+    codes_NK[1], codes_NK[2, ::2], codes_NK[3, K // 2 :] = 0, 0, 0
+    x_TK = torch.ones(T, K)
+    x_TK[T // 2], x_TK[T - 1, 1::2] = -1, -1
+    packed = pack_grouped(GroupedWeight(codes_NK=codes_NK, bits=8, group_size=K, scales_NG=torch.ones(N, 1)))
+    expected_TN = x_TK.double() @ (codes_NK.double() - 128).T
+    # the scale of a row is 1/127 in float32
+    torch.testing.assert_close(grouped_linear(x_TK, packed).double(), expected_TN, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=str)

@@ -24,10 +24,10 @@ from quire.kernels.lora import (
     RowAdapters,
     add_lora,
     empty_deltas,
-    pack_delta,
     pack_factors,
 )
 from tests.covering import covering
+from tests.kernels.deltas import pack_delta
 from tests.kernels.grouped_weights import random_weight
 
 HOST = torch.device("cpu")

@@ -45,6 +45,20 @@ def test_a_second_thread_takes_part(set_num_threads: Callable[[int], None]) -> N
     assert used == {0, 1}
 
 
+@pytest.mark.parametrize("held_thread", [0, 1, 2])
+def test_a_slow_core_holds_up_one_task_only(held_thread: int, set_num_threads: Callable[[int], None]) -> None:
+    """The first task of a thread lasts until all others have been taken. If tasks were dealt, its own others would wait
+    for it. The thread is asked again until it got a task at all.
+    """
+    set_num_threads(3)
+    tasks_of_held, end = 0, time.monotonic() + 60
+    while tasks_of_held == 0 and time.monotonic() < end:
+        threads = list(cpu._C.thread_pool_probe(3000, held_thread))
+        assert min(threads) >= 0
+        tasks_of_held = threads.count(held_thread)
+    assert tasks_of_held == 1
+
+
 def test_jobs_survive_a_change_of_size(set_num_threads: Callable[[int], None]) -> None:
     for num_threads in (4, 1, 3, 2, 4, 2):
         set_num_threads(num_threads)
@@ -146,6 +160,15 @@ def test_default_counts_performance_cores_where_there_are_two_kinds(tmp_path: Pa
     assert described(tmp_path / "one", {fast: f"{cpus[0]}"}) == 1
     assert described(tmp_path / "all", {fast: f"{cpus[0]}-{cpus[-1]},4000"}) == len(cpus)
     assert described(tmp_path / "none", {fast: "4000-4003"}) == len(cpus), "the process has slower cores only"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize(("least", "is_slow"), [(511, True), (512, False), (1024, False)])
+def test_default_leaves_out_cores_of_small_capacity(least: int, is_slow: bool, tmp_path: Path) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    capacity = "sys/devices/system/cpu/cpu{}/cpu_capacity"
+    files = {capacity.format(n): "1024" for n in cpus} | {capacity.format(cpus[0]): str(least)}
+    assert described(tmp_path, files) == len(cpus) - is_slow
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")

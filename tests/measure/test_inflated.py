@@ -11,7 +11,17 @@ import torch
 from tokenizers import Tokenizer
 
 import quire.demo
-from benchmarks.inflated import NUM_SPECIAL_TOKENS, Shape, copy_edit, edited_text, first_layers, inflate, token_order
+from benchmarks.inflated import (
+    NUM_SPECIAL_TOKENS,
+    Shape,
+    copy_edit,
+    edited_text,
+    first_layers,
+    inflate,
+    inflate_head,
+    token_order,
+)
+from quire import LLM, SamplingParams
 from quire.demo.data import render
 from quire.model_config import load_model_config
 from tests.examples import IS_FULL
@@ -44,6 +54,32 @@ def test_the_tokens_of_the_small_model(name: str, quantization: str | None, infl
         prompt = tokenizer.encode(render([("user", question)]) + "<|im_start|>assistant\n").ids
         small, large = (greedy(model, torch.bfloat16, prompt, 40) for model in models)
         assert large == small
+
+
+def test_the_drafts_of_the_small_head(inflated: dict[str, Path], tmp_path: Path) -> None:
+    """As many of them hold, and the head is larger."""
+    inflate_head(quire.demo.path("eagle3"), tmp_path / "head", Shape(1024, 1, 1024, 3))
+    found = []
+    for target, head in (
+        (quire.demo.path("target"), quire.demo.path("eagle3")),
+        (inflated["target"], tmp_path / "head"),
+    ):
+        drafting = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "adaptive": False}
+        llm = LLM(
+            str(target),
+            speculative_config=drafting,
+            per_request_spec_decode_metrics="detailed",
+            kv_cache_memory_bytes="32M",
+            num_threads=1,
+        )
+        (answer,) = llm.chat([{"role": "user", "content": QUESTIONS[0]}], SamplingParams(temperature=0, max_tokens=40))
+        metrics = answer.outputs[0].spec_decode_metrics
+        assert metrics is not None
+        found.append((answer.outputs[0].token_ids, metrics.to_dict()))
+    assert found[0] == found[1]
+    assert found[0][1]["num_accepted_draft_tokens"] > 10
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (quire.demo.path("eagle3"), tmp_path / "head")]
+    assert sizes[1] > 16 * sizes[0]
 
 
 def test_shapes_that_are_refused(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ for line in sys.stdin:
 def test_a_run(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--small --methods --rounds 1 --tokens 8 --draft-steps 0 --formats none --requests 1 2"
+    words = "--small --methods eagle3 --rounds 1 --tokens 8 --draft-steps 0 --formats none --requests 1 2"
     peer = tmp_path / "peer.py"
     peer.write_text(PEER)
     command = f"{sys.executable} {peer}"
@@ -54,6 +54,7 @@ def test_a_run(
     shown = capsys.readouterr().out
     for row in (
         "chat | none | 1 | off | 1.000 | 1.000",
+        "chat | none | 2 | eagle3 | ",
         "copy-edit | none | 2 | off | 1.000 | 1.000",
         "chat | none | 2 | it | 16.0 | 16.0",
     ):

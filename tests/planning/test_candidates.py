@@ -113,7 +113,7 @@ def test_256_contexts_of_70b_are_687_gb(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hardware", "more", "share", "degree", "tokens", "sequences"),
     [
-        ("a100-80x2", {}, 0.9, 2, range(22_000, 30_000), 2),  # a guide: "140 GB on 2 x A100 80 GB"
+        ("a100-80x2", {}, 0.9, 2, range(20_000, 30_000), 2),  # a guide: "140 GB on 2 x A100 80 GB"
         ("a100-80", AWQ, 0.9, 1, range(90_000, 115_000), 12),  # "70B AWQ on 1 x A100", of 80 GB
         ("h100x4", {}, 0.95, 4, range(500_000, 580_000), 64),  # "TP 4 at 0.95 is sufficient"
     ],
@@ -128,9 +128,9 @@ def test_70b_of_the_guides(
     assert row.num_sequences in range(sequences, sequences + 2)
 
 
-@pytest.mark.parametrize(("max_num_seqs", "tokens"), [(None, 22_416), (256, 27_232)])
+@pytest.mark.parametrize(("max_num_seqs", "tokens"), [(None, 20_816), (256, 26_832)])
 def test_what_70b_leaves_on_two_a100(max_num_seqs: int | None, tokens: int, tmp_path: Path) -> None:
-    """Each term by hand: "140 GB on 2 x A100 80 GB" leaves 27k tokens with 256 requests, and 22k with the default."""
+    """Each term by hand: "140 GB on 2 x A100 80 GB" leaves 27k tokens with 256 requests, and 21k with the default."""
     folder = write_config(tmp_path, "Llama-3-70B")
     found = candidates_of(folder, "a100-80x2", gpu_memory_utilization=0.9, max_num_seqs=max_num_seqs)
     (row,) = [row for row in rows_of(found, kv="auto", degree=2) if not row.fit.form.flags]
@@ -138,13 +138,14 @@ def test_what_70b_leaves_on_two_a100(max_num_seqs: int | None, tokens: int, tmp_
     rows, step_tokens = max_num_seqs or 1024, 8192
     norms = 2 * hidden * (2 * layers + 1)  # on both
     weights = (2 * 70_553_706_496 - norms) // 2 + norms
-    # The residual stream, its norm, half of gate and up, and the whole input of down; then logits, and their copy.
-    work = 2 * step_tokens * (2 * hidden + inner + inner) + 2 * 4 * rows * vocabulary
+    # The residual stream, its norm, half of gate and up, and the whole input of down. Then logits: the own half of the
+    # vocabulary, the halves of both, and the whole.
+    work = 2 * step_tokens * (2 * hidden + inner + inner) + 4 * rows * vocabulary * 5 // 2
     left = int(0.9 * GPUS["a100-80"].memory_bytes) - weights - work
     kv_bytes_per_token = 2 * layers * 2 * kv_elements // 2  # half of the heads
     assert (row.fit.memory.weight_bytes, row.fit.memory.work_bytes) == (weights, work)
     assert row.fit.num_tokens == left // (16 * kv_bytes_per_token) * 16 == tokens
-    assert tokens in range(22_000, 30_000)
+    assert tokens in range(20_000, 30_000)
 
 
 def test_a_small_model_has_replicas_and_a_large_one_is_shared(tmp_path: Path) -> None:

@@ -252,6 +252,28 @@ def test_efficient_cores_do_not_count(
     assert (devices.num_cores(), devices.num_efficient_cores()) == (cores, efficient)
 
 
+@pytest.mark.parametrize(
+    ("capacities", "cores", "efficient"),
+    [
+        ((1024,) * 8, 8, 0),
+        ((397,) * 4 + (1024,) * 4, 4, 4),  # RK3588
+        ((250,) * 4 + (850,) * 3 + (1024,), 4, 4),  # three kinds: the middle one is worth more than half of the first
+        ((397,) * 4, 4, 0),  # the process has efficient cores only
+        ((512, 1024), 2, 0),
+        ((511, 1024), 1, 1),
+    ],
+)
+def test_cores_of_less_than_half_of_the_largest_capacity_do_not_count(
+    capacities: tuple[int, ...], cores: int, efficient: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> str | None:
+        return f"{capacities[int(path.parts[-2].removeprefix('cpu'))]}\n" if path.name == "cpu_capacity" else None
+
+    monkeypatch.setattr(devices, "_read_text", read)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda pid: set(range(len(capacities))), raising=False)
+    assert (devices.num_cores(), devices.num_efficient_cores()) == (cores, efficient)
+
+
 def test_facts_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of Linux is there; macOS' names are answered as on an M1 with 8 GB and half of the memory in use."""
     pages = os.sysconf("SC_PAGE_SIZE")

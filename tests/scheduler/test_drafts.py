@@ -259,6 +259,16 @@ def test_drafts_leave_a_token_and_a_row_of_logits_for_everybody() -> None:
         assert max_num_seqs <= max(crowded) <= num_rows
 
 
+def test_a_full_server_drafts_nothing_until_a_request_ends() -> None:
+    """With 32 requests or more each row of logits belongs to a request, also to one that waits: docs/speculation.md."""
+    driver = Driver(max_num_seqs=36, num_blocks=512, max_num_batched_tokens=200, proposer=Guesser(1.0, longest=9))
+    driver.run_all(*(request(f"r{i}", prompt(3, i), max_tokens=8 + i % 3) for i in range(40)))
+    full = [batch for batch in driver.batches if len(batch.request_ids) == 36]
+    assert len(full) > 5
+    assert not any(any(batch.draft_token_ids) for batch in full)
+    assert any(any(batch.draft_token_ids) for batch in driver.batches if len(batch.request_ids) < 36)
+
+
 @pytest.mark.parametrize("right", RIGHT)
 def test_drafts_do_not_cross_the_border_of_longrope(right: float) -> None:
     """KV behind the border is of the other rotary table: the request is computed again before it gets there."""
@@ -400,6 +410,39 @@ def test_a_request_whose_drafter_fails_goes_on_without(caplog: pytest.LogCapture
     ]
     assert num_draft_tokens == sum(made), "drafts that could not be made are none"
     assert "Request r1 goes on without drafts: its logits were NaN" in caplog.text
+
+
+class Forgetful(Guesser):
+    """Raises when it is told of the end of `bad` for the first time."""
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        if request_id == "bad" and self.forgotten.count("bad") == 1:
+            raise KeyError("no such text")
+
+
+def test_a_drafter_that_cannot_forget_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Others draft on. The next request with this id has no drafts, and the one after it has some again."""
+    driver, num_failures, drafting = Driver(proposer=Forgetful(1.0)), 0, list[int]()
+
+    def count(index: int) -> None:
+        nonlocal num_failures
+        num_failures += driver.core.last_record.num_draft_failures if driver.core.last_record is not None else 0
+
+    for turn in range(3):
+        first = len(driver.batches)
+        driver.add(request("bad", prompt(5, turn), max_tokens=12))
+        driver.add(request(f"good{turn}", prompt(5, 7 + turn), max_tokens=30))
+        driver.run(count)
+        driver.check_outputs()
+        rows = [zip(batch.request_ids, batch.draft_token_ids, strict=True) for batch in driver.batches[first:]]
+        names = [name for row in rows for name, drafts in row if drafts]
+        assert f"good{turn}" in names
+        drafting.append(names.count("bad"))
+    assert drafting[0] > 0 == drafting[1] < drafting[2]
+    assert num_failures == 1
+    assert "The drafter could not forget request bad" in caplog.text
+    assert "KeyError: 'no such text'" in caplog.text, "the traceback says where"
 
 
 class Eager(Guesser):

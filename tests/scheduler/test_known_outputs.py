@@ -45,6 +45,24 @@ def test_known_tokens_are_computed_once_and_cached() -> None:
     assert driver.last("b").num_cached_tokens == 28
 
 
+def test_prompt_logprobs_that_were_given_are_not_computed_again() -> None:
+    """A request with output finds its prompt in the prefix cache: another engine's, or this one's that preempted it."""
+    driver = Driver(max_num_batched_tokens=64)
+    driver.run_all(request("warm", range(10), 1))
+    message = request("a", range(10), 20, prompt_logprobs=1)
+    driver.add(replace(message, output_token_ids=expected(message)[0][:3]))
+    driver.step()
+    assert driver.batches[-1].num_scheduled_tokens == [13 - 8]
+    for _ in range(4):
+        driver.step()
+    driver.scheduler.preempt_last()
+    driver.step()
+    assert driver.batches[-1].num_scheduled_tokens == [2], "the tokens that fill no block"
+    driver.run()
+    assert driver.tokens("a") == expected(message)[0][3:]
+    assert all(delta.prompt_logprobs is None for delta in driver.deltas["a"])
+
+
 def test_forks_with_outputs_share_the_prompt() -> None:
     """As one message, each with its own tokens. The first continuation may have ended."""
     first = request("a", range(20), 12, seed=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quire.engine.worker_thread import WorkerThread
 from quire.worker.input_batch import StagedStep
 
 GARBAGE = 0xAB  # what lies in host memory before a copy has come
@@ -36,6 +38,9 @@ class FakeDownload:
     def __init__(self, tensors: Sequence[Tensor], *, is_late: bool) -> None:
         self._sources = [tensor if is_late else tensor.clone() for tensor in tensors]
         self.num_waits = 0
+
+    def is_done(self) -> bool:
+        return True
 
     def wait(self) -> Iterator[Tensor]:
         self.num_waits += 1
@@ -71,11 +76,21 @@ class FakeTransport:
         self._place = (store, rank, size)
         self._gloo: dist.ProcessGroupGloo | None = None
         self._is_aborted = threading.Event()
+        self._thread = WorkerThread(f"fake transport {rank}")
 
     def _allgather_base(self, output: Tensor, own: Tensor) -> FakeWork:
+        return FakeWork(self._thread.submit(self._gather, output, own), self._is_aborted)
+
+    @torch.inference_mode()
+    def _gather(self, output: Tensor, own: Tensor) -> None:
         if self._gloo is None:
             self._gloo = dist.ProcessGroupGloo(*self._place, timedelta(seconds=20))
-        return FakeWork(self._gloo._allgather_base(output, own), self._is_aborted)
+        work = self._gloo._allgather_base(output, own)
+        while not work.is_completed():
+            if self._is_aborted.is_set():
+                return
+            time.sleep(0)
+        work.wait()
 
     def abort(self) -> None:
         self._is_aborted.set()
@@ -84,14 +99,14 @@ class FakeTransport:
 class FakeWork:
     """An operation of a FakeTransport."""
 
-    def __init__(self, work: dist.Work, is_aborted: threading.Event) -> None:
+    def __init__(self, work: Future[None], is_aborted: threading.Event) -> None:
         self._work, self._is_aborted = work, is_aborted
 
     def wait(self) -> None:
-        while not self._work.is_completed() and not self._is_aborted.is_set():
+        while not self._work.done() and not self._is_aborted.is_set():
             time.sleep(0)
         if not self._is_aborted.is_set():
-            self._work.wait()
+            self._work.result()
 
 
 class FakeAccelerator:
@@ -159,6 +174,9 @@ class FakeAccelerator:
 
     def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> FakeTransport:
         return FakeTransport(store, rank, size)
+
+    def check(self) -> None:
+        """It never fails."""
 
     def release(self) -> int:
         return 0

@@ -106,6 +106,11 @@ def test_buffers_count_while_they_live() -> None:
         del second
         torch.zeros(150)
     assert (buffers.num_bytes, buffers.peak_bytes) == (0, 800)
+    with torch.inference_mode(), buffers:
+        last = torch.zeros(8, 100).t().reshape(800)  # not every reshape is a view
+        assert buffers.num_bytes == 3200
+        assert last.view(2, 400).reshape(400, 2).shape == (400, 2)
+    assert buffers.peak_bytes == 6400
     assert not hasattr(LiveBuffers.__torch_dispatch__, "__wrapped__"), "torch's wrapper imports torch._dynamo"
 
 

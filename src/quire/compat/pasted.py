@@ -26,6 +26,7 @@ _EXPECTED = (
     "`docker run ... vllm/vllm-openai [flags]`, or the flags alone"
 )
 BROKEN = "a comment or a blank after `\\`: a shell ends the command there, and does not read the flags below it"
+ESCAPED = "a blank after `\\` within a line: a shell takes it for a part of the next word, and finds no flag there"
 UNCONTINUED = "no `\\` at the end of a line before flags: a shell ends the command there, and does not read them"
 
 
@@ -120,7 +121,8 @@ class _Scanner:
             elif char.isspace():
                 at += 1
             elif char == "\\" and text[at + 1 : at + 2].isspace():
-                self._note(BROKEN)
+                rest = text[at + 1 : self._end_of_line(at)].lstrip()
+                self._note(BROKEN if not rest or rest.startswith("#") else ESCAPED)
                 at, goes_on, is_blank = at + 1, True, False
             elif char == "#":
                 if goes_on and is_blank:

@@ -105,7 +105,7 @@ def _triangle(count: int) -> int:
     return count * (count + 1) // 2
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """The rows that CPU kernels compute together.
 
     For up to `num_streamed` tiles of rows, weights are read once, and the products hide behind the reading. More rows
@@ -125,13 +125,34 @@ class _Tiles(NamedTuple):
         """The most rows for which weights are read once."""
         return self.num_streamed * self.num_rows
 
+    def rescanned_share(self, num_rows: int, *, has_codes: bool) -> float:
+        """The share of a product's weights that count once more. Measured: see benchmarks/NOTES.md, 2026-11-28 and 29.
 
-_MATRIX_UNIT = _Tiles(16, 2, is_filled=True)  # csrc/kernels/gemm_amx.cpp
-_VECTORS = _Tiles(6, 1, is_filled=False)  # csrc/kernels/gemm_row_tiles.h, gemm_grouped_vnni.h: kMaxRows
-_UNKNOWN = _Tiles(sys.maxsize, 1, is_filled=False)  # one tile for all rows
+        On a matrix unit, codes cost the same for one tile as for two, and floats do not.
+        """
+        if num_rows > self.most_streamed:
+            return 1.0
+        return 0.5 if num_rows > self.num_rows and not has_codes else 0.0
+
+    def filling_rows(self, num_rows: int) -> int:
+        """Rows that pad the last tile. Few rows have none: reading the weights takes all of their time."""
+        is_padded = self.is_filled and num_rows > self.most_streamed
+        return -num_rows % self.num_rows if is_padded else 0
+
+
+_MATRIX_UNIT = Tiles(16, 2, is_filled=True)  # csrc/kernels/gemm_amx.cpp
+_VECTORS = Tiles(6, 1, is_filled=False)  # csrc/kernels: kMaxRows of gemm_row_tiles.h and gemm_grouped*
+_VECTORS_WITHOUT_DOTS = Tiles(2, 1, is_filled=False)  # csrc/kernels/gemm_grouped_neon.h: kMaxRows without kHasDots
+_UNKNOWN = Tiles(sys.maxsize, 1, is_filled=False)  # one tile for all rows
 _TILES = {"amx": _MATRIX_UNIT} | dict.fromkeys(
     ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_dotprod", "neon_i8mm"), _VECTORS
 )
+_INTEGER_TILES = _TILES | {"neon": _VECTORS_WITHOUT_DOTS}
+
+
+def tiles(isa: str, *, is_integer: bool) -> Tiles:
+    """The tiles of an instruction set's products with most weights of a part of the model."""
+    return (_INTEGER_TILES if is_integer else _TILES).get(isa, _UNKNOWN)
 
 
 class StepArithmetic:
@@ -183,7 +204,10 @@ class StepArithmetic:
         self._int8_blocks = 2 * blocks[GroupedFormat]
         of_output = _num_held(model, [(output, 1)], quantization)
         self._int8_output = 2 * of_output[GroupedFormat]
-        self._tiles = _TILES.get(isa, _UNKNOWN)
+        output_is_integer = of_output[GroupedFormat] > of_output.total() / 2
+        self._tiles, self._output_tiles = (
+            tiles(isa, is_integer=is_integer) for is_integer in (self.is_integer, output_is_integer)
+        )
         # Codes become numbers on their way to the tiles, which takes as long for one tile of rows as for two.
         self._has_codes, self._output_has_codes = (
             counts[GroupedFormat] + counts[Fp8Format] > counts.total() / 2 for counts in (blocks, of_output)
@@ -238,9 +262,10 @@ class StepArithmetic:
         weights = self.weight_bytes(tokens) - (0 if logits else self.output_bytes)
         linear = self._blocks * tokens + self._output * logits - int8_ops
         blocks = self.always_read_bytes - self.output_bytes
-        rescanned = blocks * self._rescanned_share(tokens, has_codes=self._has_codes)
-        rescanned += self.output_bytes * self._rescanned_share(logits, has_codes=self._output_has_codes)
-        filling = self._blocks * self._filling_rows(tokens) + self._output * self._filling_rows(logits)
+        rescanned = blocks * self._tiles.rescanned_share(tokens, has_codes=self._has_codes)
+        rescanned += self.output_bytes * self._output_tiles.rescanned_share(logits, has_codes=self._output_has_codes)
+        filling = self._blocks * self._tiles.filling_rows(tokens)
+        filling += self._output * self._output_tiles.filling_rows(logits)
         return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits, rescanned, filling)
 
     def same_tiles(self, num_tokens: int) -> int:
@@ -251,20 +276,6 @@ class StepArithmetic:
         if self._tiles.is_filled:
             return num_tokens + -num_tokens % self._tiles.num_rows
         return self._tiles.most_streamed if num_tokens <= self._tiles.most_streamed else sys.maxsize
-
-    def _rescanned_share(self, num_rows: int, *, has_codes: bool) -> float:
-        """The share of a product's weights that count once more. Measured: see benchmarks/NOTES.md, 2026-11-28 and 29.
-
-        On a matrix unit, codes cost the same for one tile as for two, and floats do not.
-        """
-        if num_rows > self._tiles.most_streamed:
-            return 1.0
-        return 0.5 if num_rows > self._tiles.num_rows and not has_codes else 0.0
-
-    def _filling_rows(self, num_rows: int) -> int:
-        """Rows that pad the last tile. Few rows have none: reading the weights takes all of their time."""
-        is_padded = self._tiles.is_filled and num_rows > self._tiles.most_streamed
-        return -num_rows % self._tiles.num_rows if is_padded else 0
 
 
 def _num_held(

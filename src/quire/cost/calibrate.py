@@ -5,7 +5,8 @@ steps the constants stay near the machine's ceilings; with many they follow the 
 (Barron 2019, arXiv:1701.03077, alpha = 0), so one delayed step does not bend the rest, even if it is far off.
 
 A fit comes closer to the steps that it was made from than to others. So the interval is taken from the errors that each
-step would have if it were left out (the leverage of linear least squares, Cook and Weisberg 1982).
+step would have if it were left out (the leverage of linear least squares, Cook and Weisberg 1982). The constants are
+fitted to the fastest moments of a machine, and the interval is one of all its moments: it knows all times of a step.
 """
 
 from __future__ import annotations
@@ -43,10 +44,16 @@ HALF_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step and its time."""
+    """A step and its time.
+
+    Attributes:
+        seconds: the time that counts for the constants.
+        times: all its times, if it was measured several times.
+    """
 
     demand: Demand
     seconds: float
+    times: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +154,15 @@ def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
         slopes = (errors(logs + changes) - current).T / 1e-5
         of_steps = slopes[: len(steps)]
         leverages = np.einsum("ij,ji->i", of_steps, np.linalg.solve(slopes.T @ slopes, of_steps.T))
-        left_out = np.abs(log_errors(logs)) / (1 - leverages)
-        # A further step is below the n-th smallest of N errors with a chance of n / (N + 1).
-        spread = float(np.expm1(np.quantile(left_out, 0.9, method="weibull")))
+        left_out = log_errors(logs) / (1 - leverages)
+        times = [np.log(step.times or (step.seconds,)) for step in steps]
+        delays = [each - seconds for each, seconds in zip(times, measured, strict=True)]
+        errors_of_times = np.concatenate([error - delay for error, delay in zip(left_out, delays, strict=True)])
+        # A further step is below the n-th smallest of N errors with a chance of n / (N + 1). The times of one step are
+        # no further steps, so N is the number of steps.
+        num_steps, num_times = len(steps), len(errors_of_times)
+        share = 0.9 * (1 + 1 / num_steps) / (1 + 1 / num_times)
+        spread = float(np.expm1(np.quantile(np.abs(errors_of_times), min(share, 1.0), method="weibull")))
     return Fit(Constants(*_from_logs(logs).tolist()), possible_spread(spread))
 
 

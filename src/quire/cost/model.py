@@ -51,6 +51,10 @@ class CostModel:
         if fit.overhead is not None:
             self._overhead = OverheadCorrection(fit.overhead)
 
+    def widen(self, spread: float) -> None:
+        """Give predictions this spread, until running steps change it."""
+        self._correction.widen(spread)
+
     @property
     def num_corrections(self) -> int:
         """The number of running steps that have corrected these constants."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from quire.distributed.group import GroupError, Ranks
 from quire.distributed.shared_memory import SharedMemoryGroup
+from quire.errors import EngineDeadError
 from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels.layer_rules import AttentionRule
 
@@ -43,6 +44,10 @@ class Connecting(Protocol):
         """See Accelerator."""
         ...
 
+    def check(self) -> None:
+        """See Accelerator."""
+        ...
+
 
 def on_devices(ranks: Ranks, accelerator: Connecting) -> Ranks:
     """The same ranks, whose stage exchanges tensors between devices. All ranks of the stage must call this.
@@ -59,7 +64,8 @@ def on_devices(ranks: Ranks, accelerator: Connecting) -> Ranks:
     pid, descriptor = host.gather(own, [2] + [0] * (host.size - 1))[0].tolist()
     store = _distributed.FileStore(f"/proc/{pid}/fd/{descriptor}", host.size)
     limit = timedelta(seconds=TIMES_OF_LIMIT * ranks.timeout_seconds)
-    group = DeviceGroup(host, accelerator.connect(store, host.rank, host.size, limit))
+    transport = accelerator.connect(store, host.rank, host.size, limit)
+    group = DeviceGroup(host, transport, accelerator.check, ranks.fail)
     try:
         group.gather(torch.zeros((1, 1), device=accelerator.device), [1] * host.size)
     except BaseException:
@@ -74,13 +80,23 @@ class DeviceGroup:
     Args:
         host: the same ranks, for the hosts.
         transport: a backend of torch.distributed, such as ProcessGroupNCCL.
+        check_device: see Accelerator.check.
+        fail: tells all ranks that this rank's device has failed.
     """
 
     is_committed = False
 
-    def __init__(self, host: SharedMemoryGroup, transport: Any) -> None:
+    def __init__(
+        self,
+        host: SharedMemoryGroup,
+        transport: Any,
+        check_device: Callable[[], None],
+        fail: Callable[[EngineDeadError], None],
+    ) -> None:
         self.rank, self.size = host.rank, host.size
         self._host, self._transport = host, transport
+        self._check_device, self._fail = check_device, fail
+        self._has_steps = False  # before, graphs are captured, and no other thread may ask the device
         self._is_closed = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="failed ranks", daemon=True)
         self._watching.start()
@@ -95,7 +111,8 @@ class DeviceGroup:
         if T * width == 0:
             return part.new_empty((T, sum(widths)))
         self.agree()
-        own_TW = F.pad(part, (0, width - part.shape[1])).contiguous()
+        own_TW = part if part.shape[1] == width else F.pad(part, (0, width - part.shape[1]))
+        own_TW = own_TW.contiguous()
         all_GTW = part.new_empty((self.size, T, width))
         self._transport._allgather_base(all_GTW.view(-1, width), own_TW).wait()
         if min(widths) == width:
@@ -138,7 +155,7 @@ class DeviceGroup:
             raise GroupError(f"rank {self._host.failed_rank} has failed")
 
     def begin_step(self) -> None:
-        self.is_committed = False
+        self.is_committed, self._has_steps = False, True
         self._host.begin_step()
 
     def end_step(self) -> None:
@@ -158,7 +175,15 @@ class DeviceGroup:
         """End the transport when another rank has failed, for which the device would wait for ever, or at the end.
 
         NCCL ends what waits at once, but returns only when no graph holds its operations any more.
+
+        The device of this rank is looked at too: its host may be waiting for a rank that waits for this device.
         """
         while not self._is_closed.wait(LOOK_SECONDS) and self._host.failed_rank is None:
-            pass
+            if self._has_steps:
+                try:
+                    self._check_device()
+                except EngineDeadError as error:
+                    self._fail(error)
+                except Exception as error:
+                    self._fail(EngineDeadError(f"A GPU cannot be looked at: {error}"))
         self._transport.abort()

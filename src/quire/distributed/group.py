@@ -10,11 +10,12 @@ Dimensions: T rows, N columns of all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from quire.distributed.layout import Grid
 from quire.distributed.whereabouts import Whereabouts
+from quire.errors import EngineDeadError
 from quire.kernels import extension
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ class Ranks:
         timeout_seconds: the longest wait for another rank.
         group: the ranks that share this rank's stage or lane; None: this rank has the stage or lane alone.
         everyone: the ranks of all lanes, which share experts; None: there are no lanes.
+        reasons: why this rank has failed, once it has; the first reason counts.
         before: the link that brings the input; None: this is the first stage.
         behind: the link that takes the output; None: this is the last stage.
     """
@@ -220,6 +222,7 @@ class Ranks:
     before: Link | None = None
     behind: Link | None = None
     everyone: Group | None = None
+    reasons: list[EngineDeadError] = field(default_factory=list)
 
     @property
     def samples(self) -> bool:
@@ -231,9 +234,20 @@ class Ranks:
         """The groups in which this rank takes steps."""
         return [group for group in (self.group, self.everyone) if group is not None]
 
-    def fail(self) -> None:
-        """Tell all ranks that this rank cannot go on. Then the others cannot go on either."""
+    def fail(self, reason: EngineDeadError | None = None) -> None:
+        """Tell all ranks that this rank cannot go on. Then the others cannot go on either.
+
+        Args:
+            reason: for errors in other work of this rank; None: another rank is the reason.
+        """
+        if reason is not None:
+            self.reasons.append(reason)
         self.failing.fail_for(self.rank)
+
+    @property
+    def own_failure(self) -> EngineDeadError | None:
+        """Why this rank has failed; None: it has not, or because another rank has."""
+        return self.reasons[0] if self.reasons else None
 
     @property
     def is_committed(self) -> bool:

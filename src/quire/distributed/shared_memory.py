@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import cpu, extension
 from quire.kernels.layer_rules import AttentionRule
 
+if TYPE_CHECKING:
+    from quire import _C
+
 SLOT_BYTES = 1 << 20  # the bytes of a rank in one turn; larger results take several turns
 # The time that a waiting rank spins before it sleeps: if it has a core of its own, and if others need the core.
 SPIN_MICROSECONDS, SHORT_SPIN_MICROSECONDS = 200, 5
@@ -38,7 +41,8 @@ def make_memory(grid: Grid) -> int:
 
     Raises ConfigError if the compiled kernels are not in use, and OSError.
     """
-    group = extension.require("A model that ranks share").SharedGroup
+    extension.require("A model that ranks share")
+    group = extension.C.SharedGroup
     num_bytes = group.first_part + sum(
         group.num_bytes(size=len(members), slot_bytes=SLOT_BYTES) for members in grid.groups()
     )
@@ -156,14 +160,14 @@ class SharedMemoryGroup:
         number: the number of this rank among all ranks.
     """
 
-    def __init__(self, shared: Any, members: tuple[int, ...], number: int) -> None:
+    def __init__(self, shared: _C.SharedGroup, members: tuple[int, ...], number: int) -> None:
         self.rank, self.size = members.index(number), len(members)
         self._shared = shared
         self._rows = torch.empty(0)  # the memory of the results of gather_rows
 
     @property
     def waited_seconds(self) -> float:
-        return float(self._shared.waited_seconds)
+        return self._shared.waited_seconds
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         return self.gather_to(None, part, widths)
@@ -250,7 +254,7 @@ class SharedMemoryGroup:
     @property
     def failed_rank(self) -> int | None:
         """The number of the rank that failed first; None: no rank has failed."""
-        rank = int(self._shared.aborted)
+        rank = self._shared.aborted
         return None if rank < 0 else rank
 
 

@@ -38,7 +38,8 @@ class Whereabouts:
 
     def __init__(self, memory: int, rank: int, others: Sequence[int]) -> None:
         self._rank, self._others = rank, others
-        self._shared = extension.require("A model that ranks share").Whereabouts(memory, rank)
+        extension.require("A model that ranks share")
+        self._shared = extension.C.Whereabouts(memory, rank)
 
     def begin_step(self) -> None:
         self._shared.begin_step()

@@ -65,19 +65,9 @@ def bring_up(
     if executor is None and len(workers) > 1:
         executor = _executor_of_ranks(workers, config, start_time)
     found = [workers[0].facts(wants_gpu)] if executor is None else executor.facts(wants_gpu)
-    facts = least_facts(found)
-    if is_bound(config):
-        facts = bound_facts(facts, config, facts.num_cores)
-    facts = share_of_machine(facts, config)
-    facts = facts.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
+    facts = _share_of_rank(config, least_facts(found, _names(workers, len(found))))
     resolved = resolve(config, model_config, facts, is_server=is_server)
-    total_bytes, _ = facts.memory_of(resolved.device.device)
-    if free_memory_bytes is not None and resolved.device.device == "cpu":
-        total_bytes = min(total_bytes, free_memory_bytes // (config.num_local_replicas * config.tensor_parallel_size))
-    # Refused before minutes are spent on reading them.
-    planned_bytes = planned_weight_bytes(resolved, model_config)
-    if planned_bytes >= total_bytes:
-        raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.num_local_replicas)
+    _check_weights(config, model_config, resolved, facts, free_memory_bytes)
     executor = executor or _executor_of_one(workers, resolved)
     settings = WorkerSettings.of(resolved)
     progress("load", 0.0, "")
@@ -104,17 +94,63 @@ def bring_up(
     return RunningWorkers(executor, planned, facts, max(measured, key=lambda each: each.step.seconds))
 
 
-def least_facts(facts: Sequence[DeviceFacts]) -> DeviceFacts:
-    """The facts of all ranks. Raises ConfigError for ranks with different kernels."""
+def _share_of_rank(config: EngineConfig, facts: DeviceFacts) -> DeviceFacts:
+    """The cores and the memory that a rank has, beside other replicas and ranks of its machine."""
+    if is_bound(config):
+        facts = bound_facts(facts, config, facts.num_cores)
+    facts = share_of_machine(facts, config)
+    return facts.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
+
+
+def _check_weights(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    resolved: Resolved,
+    facts: DeviceFacts,
+    free_memory_bytes: int | None,
+) -> None:
+    """Raise MemoryPlanError for weights that cannot fit, before minutes are spent on reading them."""
+    total_bytes, _ = facts.memory_of(resolved.device.device)
+    if free_memory_bytes is not None and resolved.device.device == "cpu":
+        total_bytes = min(total_bytes, free_memory_bytes // (config.num_local_replicas * config.tensor_parallel_size))
+    planned_bytes = planned_weight_bytes(resolved, model_config)
+    if planned_bytes >= total_bytes:
+        raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.num_local_replicas)
+
+
+def _names(workers: Workers, num_ranks: int) -> list[str]:
+    """The names of all ranks, as text for people. Those of ranks that another program has started are not known."""
+    if len(workers) == num_ranks:
+        return [worker.describe() for worker in workers]
+    return [f"Rank {rank} of {num_ranks}" for rank in range(num_ranks)]
+
+
+def least_facts(facts: Sequence[DeviceFacts], names: Sequence[str]) -> DeviceFacts:
+    """The facts of all ranks. Raises ConfigError for ranks with different kernels.
+
+    Args:
+        names: the names of the ranks, as text for people.
+    """
     first = facts[0]
-    kinds = {each.isa if each.gpu is None else f"{each.isa} and {each.gpu.isa}" for each in facts}
+    gpus = [each.gpu for each in facts if each.gpu is not None]
+    if gpus and (why := [f"{name}: {each.no_gpu}" for name, each in zip(names, facts, strict=True) if not each.gpu]):
+        raise ConfigError(
+            "Some ranks have a GPU, and others have none that they can use",
+            value="; ".join(why),
+            expected=f"a GPU of its own for each of {len(facts)} ranks. The first one sees {gpus[0].num_visible}",
+            fix="Lower --tensor-parallel-size, or use --device cpu",
+            param="tensor_parallel_size",
+        )
+    kinds = {
+        each.isa if each.gpu is None else f"{each.isa} and {each.gpu.isa}": name
+        for name, each in zip(names, facts, strict=True)
+    }
     if len(kinds) > 1:
         raise ConfigError(
             "The devices of one engine are not alike",
-            value=sorted(kinds),
+            value="; ".join(f"{name}: {kind}" for kind, name in kinds.items()),
             fix="Run an engine on devices of one kind",
         )
-    gpus = [each.gpu for each in facts if each.gpu is not None]
     gpu = first.gpu and replace(
         first.gpu,
         total_memory_bytes=min(each.total_memory_bytes for each in gpus),

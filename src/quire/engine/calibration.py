@@ -6,12 +6,13 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import SHORT_CONTEXT, Fit, MeasuredStep, Rows, fit
 from quire.cost.correct import size_of_step
 from quire.cost.model import CostModel
-from quire.cost.step_time import Constants
+from quire.cost.step_time import MIN_SPREAD, Constants
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError
 from quire.logs import get_logger
@@ -24,6 +25,8 @@ LEAST_REPEATS, MOST_REPEATS = 2, 3
 MAX_STEP_SECONDS = 0.5
 MAX_SECONDS = 10.0  # the most time for all of them, in both rounds
 MOST_DELAYED = 1.1  # a step that took more than this multiple of its time in the second round was held up in the first
+MUCH_BETTER = 2.0  # times fit together much better if their spread is smaller by this ratio
+MUCH_WIDER = 1.1  # a spread that is larger by less needs no other interval
 RUNNING_REPEATS = 2  # the running steps of a size, behind the first one, that count like measured steps
 WELL_PREDICTED = 1.1  # a running step within this ratio of its prediction needs no other constants
 KEPT_STEPS = 256  # running steps whose corrections are kept for later starts, together
@@ -35,7 +38,12 @@ class Calibration:
     All steps are measured in two rounds. Other programs only delay steps, and they often run for longer than one step
     is repeated, so a step of the first round is compared with the same step some seconds later. If the second round
     finds steps that were held up, the constants are fitted once more at its end. Then corrections by running steps
-    begin anew, because they belong to the constants before.
+    begin anew, because they belong to the constants before. If it was held up itself, only the interval becomes wider.
+
+    A machine may also become slower or faster for minutes, by a neighbour that shares its memory. If it did so within
+    the first round, shorter times of both rounds are those of two machines. If the times of the second round alone fit
+    together much better, only they count for the constants. The interval holds the times of both rounds, because the
+    machine may change again.
 
     A server that gets requests at once has no time to measure. Then its first running steps count as measured ones: a
     few of each size, by tokens and by the length of contexts. The very first one may have taken memory, so it counts
@@ -44,8 +52,8 @@ class Calibration:
     Args:
         guess: constants before anything is measured.
         points: the steps to measure, in this order.
-        done: is told the constants at the end of the first round, and of the second one if it changed them, with the
-            costs that do not depend on constants.
+        done: is told the constants at the end of the first round, and of the second one if it changed them or widened
+            their interval, with the costs that do not depend on constants.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class Calibration:
         self.rows: list[Rows] = []  # the rows of `steps`
         self.steps: list[MeasuredStep] = []
         self._is_second_round = False  # its points are the `rows`
+        self._again: dict[int, MeasuredStep] = {}  # index in `steps` -> the step in the second round
         self._was_held_up = False  # whether the second round has found a step that was held up in the first
         self._running: list[MeasuredStep] = []
         self._first: dict[tuple[int, int], MeasuredStep] = {}  # the first running step of each size without others
@@ -110,7 +119,7 @@ class Calibration:
         timed = self._repeats[first:]
         if len(timed) == MOST_REPEATS or (len(timed) >= LEAST_REPEATS and sum(timed) >= REPEATED_SECONDS):
             # Other programs only delay steps, so the shorter one of two counts.
-            self._take_in(MeasuredStep(self._cost.arithmetic.demand(load), statistics.median_low(timed)))
+            self._take_in(MeasuredStep(self._cost.arithmetic.demand(load), statistics.median_low(timed), tuple(timed)))
             self._drop_point()
         return True
 
@@ -118,9 +127,12 @@ class Calibration:
         """The first point takes this time."""
         if self._is_second_round:
             index = len(self.rows) - len(self._points)
-            if self.steps[index].seconds > MOST_DELAYED * step.seconds:
-                self.steps[index] = step
-                self._was_held_up = True
+            known = self.steps[index]
+            is_faster = known.seconds > MOST_DELAYED * step.seconds
+            self._was_held_up |= is_faster
+            seconds = step.seconds if is_faster else known.seconds
+            self.steps[index] = MeasuredStep(step.demand, seconds, known.times + step.times)
+            self._again[index] = step
         else:
             self.rows.append(self._points[0])
             self.steps.append(step)
@@ -143,7 +155,10 @@ class Calibration:
             self._fit()
 
     def _fit(self) -> None:
-        self._cost.calibrate(fit([*self.steps, *self._running, *self._first.values()], self._guess))
+        self._cost.calibrate(self._fitted())
+
+    def _fitted(self) -> Fit:
+        return fit([*self.steps, *self._running, *self._first.values()], self._guess)
 
     def _drop_point(self) -> None:
         self._points.popleft()
@@ -151,13 +166,35 @@ class Calibration:
         if self._points:
             return
         self._cost.learn = None
+        if self._is_second_round and self._fits_better_again():
+            self.steps = [replace(step, seconds=self._again[at].seconds) for at, step in enumerate(self.steps)]
+            self._was_held_up = True
         if self._was_held_up:
+            self._running.clear()  # they ran in the first round, and may have been held up too
+            self._first.clear()
             self._fit()
-        if self.steps and (self._was_held_up or not self._is_second_round):
+        if self.steps and (self._was_held_up or not self._is_second_round or self._has_widened()):
             self._done(self._cost.corrected_fit())
         if not self._is_second_round:
             self._is_second_round = True
             self._points.extend(self.rows)
+
+    def _fits_better_again(self) -> bool:
+        """Whether the times of the second round alone fit together much better than the shorter ones of both rounds."""
+        if len(self._again) < len(self.steps):
+            return False
+        both, second = (
+            fit([replace(step, times=()) for step in steps], self._guess).spread
+            for steps in (self.steps, self._again.values())
+        )
+        return both > MUCH_BETTER * max(second, MIN_SPREAD)
+
+    def _has_widened(self) -> bool:
+        """Make the interval wide enough for the times of both rounds, and say whether it was much narrower."""
+        spread = self._fitted().spread
+        if is_wider := spread > MUCH_WIDER * max(self._cost.fit.spread, MIN_SPREAD):
+            self._cost.widen(spread)
+        return is_wider
 
     def _context(self) -> int:
         return max(start for start, _ in self._points[0])

@@ -67,6 +67,9 @@ class EngineCore:
         preparer: compiles grammars; None: there are no grammars.
         adapters: the adapters of the engine; None: there are none.
 
+    Attributes:
+        on_begun: is told which requests of other engines this one begins to prepare or to compute, before it does.
+
     Raises ValueError if the depth is below 1.
     """
 
@@ -94,6 +97,7 @@ class EngineCore:
         self._clock, self._sleep = clock, sleep
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []
+        self.on_begun: Callable[[list[str]], None] = lambda request_ids: None
         self._preparer = preparer
         self._preparing: dict[str, Polled[object]] = {}  # request id -> its grammar that is being compiled
         self._last_end_time = 0.0  # the time at which the last step ended; 0: there was none
@@ -126,7 +130,10 @@ class EngineCore:
             wants_vector=message.wants_vector,
             lane=message.lane,
             output_token_ids=list(message.output_token_ids),
+            is_retry=message.is_retry,
         )
+        if grammar is not None or message.adapter is not None:
+            self._tell_begun([request])
         try:
             if message.adapter is not None and self.adapters is not None and message.adapter not in self.adapters:
                 raise AdapterError("The adapter is not loaded", value=message.adapter, fix="Load it again")
@@ -273,6 +280,8 @@ class EngineCore:
         if batch is None:
             return False
         scheduled = self._clock()
+        if batch.new_rows or batch.lanes:
+            self._tell_begun(self.scheduler.rows_of(batch))
 
         load, predicted, predicted_seconds = None, None, 0.0
         pause = max(start - self._last_end_time, 0.0) if self._last_end_time and not self._in_flight else 0.0
@@ -298,6 +307,14 @@ class EngineCore:
             _Step(batch, pending, stats, start, scheduled - start, load, predicted, predicted_seconds, pause)
         )
         return True
+
+    def _tell_begun(self, requests: Iterable[Request]) -> None:
+        """Say which of these requests were not begun before. From now on, they may be the reason of a failure."""
+        begun = [request for request in requests if request.is_retry]
+        for request in begun:
+            request.is_retry = False
+        if begun:
+            self.on_begun([request.request_id for request in begun])
 
     def _update(self, step: _Step, result: StepResult) -> list[RequestDelta]:
         arrived = self._clock()

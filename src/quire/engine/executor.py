@@ -63,8 +63,7 @@ class InlineExecutor:
         return any(self._tell(lambda worker: worker.use_idle_time(num_blocks_ever_used)))
 
     def check_alive(self) -> None:
-        for worker in self.workers:
-            worker.check_alive()
+        self._tell(lambda worker: worker.check_alive())
 
     def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> Polled[AdapterFacts]:
         return _AllLoads([worker.load_adapter(path, digest, is_awaited) for worker in self.workers], self._run_on)
@@ -127,6 +126,7 @@ class ThreadExecutor(InlineExecutor):
         self._timeout_seconds = timeout_seconds
         self._awaited: Sequence[Future[StepResult]] = ()  # the results of the step that is waited for
         self._given_up: set[int] = set()
+        self._looks: list[Future[None]] = []  # see check_alive
         start_time = time.monotonic() if start_time is None else start_time
         self._ready_by = start_time + envs.ENGINE_READY_TIMEOUT_S.get()
         self._threads = [WorkerThread(f"quire-worker-{rank}") for rank in range(len(workers))]
@@ -164,6 +164,13 @@ class ThreadExecutor(InlineExecutor):
             for thread, launch in zip(self._threads, launches, strict=True)
         ]
 
+    def check_alive(self) -> None:
+        """See WorkerExecutor. A rank whose thread is busy is looked at later: its process may hang."""
+        if all(look.done() for look in self._looks):
+            self._looks = self._on_threads(lambda worker: worker.check_alive())
+        done, _ = wait(self._looks, LEAVE_SECONDS)
+        _results([look for look in self._looks if look in done])
+
     def late_ranks(self) -> str:
         pending = [rank for rank, step in enumerate(self._awaited) if not step.done()]
         late = self.workers[0].late(pending) if pending else {}
@@ -175,7 +182,10 @@ class ThreadExecutor(InlineExecutor):
         super().shutdown()
 
     def await_all(self, steps: Sequence[Future[StepResult]]) -> None:
-        """Wait until the step has ended on all ranks. Raises EngineDeadError if it does not end."""
+        """Wait until the step has ended on all ranks.
+
+        Raises EngineDeadError if it does not end, or if a rank has failed that has answered before.
+        """
         self._awaited = steps
         patience: _Patience | None = None
         for step in steps:
@@ -187,6 +197,9 @@ class ThreadExecutor(InlineExecutor):
                 if patience.is_over(steps, self.workers[0].whereabouts()):
                     self._give_up(steps)
         self._awaited = ()
+        dead = [step.exception() for step in steps if _is_dead(step)]
+        if dead and all(isinstance(error, PeerLostError) for error in dead):
+            self.check_alive()  # the rank that has failed says why
 
     def _give_up(self, steps: Sequence[Future[StepResult]]) -> None:
         """Raise EngineDeadError for a rank that has failed, or for ranks that are late."""

@@ -124,6 +124,8 @@ def start_external(config: EngineConfig, model_config: ModelConfig, progress: Pr
     grid, rank = grid_of(config), envs.RANK.get()
     if cpus := cpus_of_processes(config):
         bind(cpus[rank % grid.num_local])
+    if config.device != "cpu" and rank % grid.num_local:
+        devices.see_gpu(devices.gpu_of_rank(rank % grid.num_local))
     progress("load", 0.0, f"rank {rank} of {grid.size} waits for the others")
     try:
         met = _meet(rank, grid, config, Path(model_config.model), partial(progress, "load", 0.0))
@@ -385,7 +387,9 @@ class ExternalExecutor:
                 "same parameters, in the same order"
             )
         batch.tokens_before, self._untold = self._untold, []
-        return _Shared(self._thread.submit(self.worker.execute, batch), self._companions, self._note)
+        # Each rank waits for its own device: only so the others hear of its failure in this step.
+        own = self._thread.submit(lambda: self.worker.submit(batch).result())
+        return _Shared(own, self._companions, self._note)
 
     def _note(self, tokens: StepTokens) -> None:
         self._untold.append(tokens)

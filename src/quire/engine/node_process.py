@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.distributed.shared_memory import make_memory
 from quire.engine import nodes
-from quire.engine.nodes import NodeLost, RankConnects, Refused, Welcome
+from quire.engine.nodes import Joined, NodeLost, RankConnects, Refused, Use, Welcome
 from quire.engine.rank_messages import RankLaunch
 from quire.engine.rank_spawn import RankInterpreter
 from quire.engine.ranks import CLOSE_SECONDS, LOOK_SECONDS, end_of, is_stopped, rank_name
@@ -47,11 +47,13 @@ class Connected:
     Attributes:
         home: the connection of the node. Over it, the node says why it ends.
         controls: the connection of each rank of this node to node 0.
+        adapters: another one of each rank, for adapters; empty: there are no adapters.
         links: the connections between ranks of this node and of other nodes: {own rank: {other rank: connection}}.
     """
 
     home: socket.socket
     controls: dict[int, socket.socket]
+    adapters: dict[int, socket.socket]
     links: dict[int, dict[int, socket.socket]]
 
 
@@ -79,20 +81,22 @@ def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) ->
         assert isinstance(message, Welcome)
         until = time.monotonic() + nodes.MOST_WAIT_SECONDS
 
-        def connect(rank: int, *, is_link: bool) -> socket.socket:
-            target = (message.address, message.port) if is_link else place
+        def connect(rank: int, use: Use) -> socket.socket:
+            target = (message.address, message.port) if use == "rows" else place
             peer = opened.enter_context(wire.connect(*target, key, until))
-            wire.send(peer, nodes.encode(RankConnects(rank, is_link)))
+            wire.send(peer, nodes.encode(RankConnects(rank, use)))
             return peer
 
         receivers, senders = nodes.links_out(config, grid), nodes.links_in(config, grid)
-        out = {rank: connect(rank, is_link=True) for rank in receivers}
-        arrived: dict[int, socket.socket] = {}
-        while arrived.keys() != set(senders.values()):
-            nodes.take(listener, key, until, {}, arrived)
-        for peer in arrived.values():
+        out = {rank: connect(rank, "rows") for rank in receivers}
+        arrived = Joined()
+        while arrived.links.keys() != set(senders.values()):
+            nodes.take(listener, key, until, arrived)
+        for peer in arrived.links.values():
             opened.enter_context(peer)
-        controls = {rank: connect(rank, is_link=False) for rank in grid.ranks_of(config.node_rank)}
+        own = grid.ranks_of(config.node_rank)
+        controls = {rank: connect(rank, "orders") for rank in own}
+        adapters = {rank: connect(rank, "adapters") for rank in own} if config.enable_lora else {}
     except (TimeoutError, wire.WireError, OSError) as error:
         raise ConfigError(
             f"Node 0 is not reached: {error}",
@@ -104,8 +108,8 @@ def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) ->
     for rank, receiver in receivers.items():
         links[rank][receiver] = out[rank]
     for rank, sender in senders.items():
-        links[rank][sender] = arrived[sender]
-    return Connected(home, controls, links)
+        links[rank][sender] = arrived.links[sender]
+    return Connected(home, controls, adapters, links)
 
 
 def _run(config: EngineConfig, model_folder: Path, interpreters: list[RankInterpreter], opened: ExitStack) -> int:
@@ -118,12 +122,14 @@ def _run(config: EngineConfig, model_folder: Path, interpreters: list[RankInterp
             links = {other: peer.fileno() for other, peer in connected.links[rank].items()}
             own = cpus[rank % grid.num_local] if cpus else set[int]()
             model = str(model_folder)
-            launch = RankLaunch(config, model, None, rank, control.fileno(), memory, None, True, links, own)
+            adapters = connected.adapters[rank].fileno() if connected.adapters else None
+            launch = RankLaunch(config, model, None, rank, control.fileno(), memory, adapters, True, links, own)
             interpreter = interpreters.pop() if interpreters else RankInterpreter()
             processes[rank] = interpreter.launch(launch)
         os.close(memory)
         for peer in (
             *connected.controls.values(),
+            *connected.adapters.values(),
             *(peer for own in connected.links.values() for peer in own.values()),
         ):
             peer.close()  # the processes have them

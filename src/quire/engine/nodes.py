@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ from quire.option import options
 from quire.planning.cut_stages import grid_of
 
 T = TypeVar("T", bound=msgspec.Struct)
+Use = Literal["orders", "adapters", "rows"]  # of the connection of a rank: see RankConnects
 
 MOST_WAIT_SECONDS = 60.0  # the most seconds that connected nodes take for one step of their start
 MOST_NAMED = 5  # the most differences of two nodes that an error names
@@ -64,13 +65,15 @@ class Welcome(msgspec.Struct, tag=True):
 
 
 class RankConnects(msgspec.Struct, tag=True):
-    """The first message on the connection of a rank. With `is_link`, it is a link, over which the rank sends rows.
+    """The first message on the connection of a rank.
 
-    Without it, node 0 tells the rank what to do over this connection.
+    Attributes:
+        use: over `orders`, node 0 tells the rank what to do. Over `adapters`, it lets the rank read adapters meanwhile.
+            Over `rows`, a link, the rank sends rows.
     """
 
     rank: int
-    is_link: bool
+    use: Use
 
 
 class NodeLost(msgspec.Struct, tag=True):
@@ -132,15 +135,17 @@ class Joined:
         homes: the connection to each other node. It ends with its node.
         ranks: the connection to each rank of another node.
         links: the connection from each rank of another node that sends rows to a rank here.
+        adapters: another connection to each rank of another node, for adapters; empty: there are no adapters.
     """
 
     homes: dict[int, socket.socket] = field(default_factory=dict)
     ranks: dict[int, socket.socket] = field(default_factory=dict)
     links: dict[int, socket.socket] = field(default_factory=dict)
+    adapters: dict[int, socket.socket] = field(default_factory=dict)
 
     def peers(self) -> list[socket.socket]:
         """All connections."""
-        return [*self.homes.values(), *self.ranks.values(), *self.links.values()]
+        return [*self.homes.values(), *self.ranks.values(), *self.links.values(), *self.adapters.values()]
 
 
 class Starting(Protocol):
@@ -259,14 +264,15 @@ def _connect(
     """Tell all nodes that everybody has come, and wait for the connections of their ranks."""
     grid, until = grid_of(config), time.monotonic() + MOST_WAIT_SECONDS
     others, senders = set(range(grid.num_local, grid.size)), set(links_in(config, grid).values())
+    loading = others if config.enable_lora else set()
     try:
         for node, home in joined.homes.items():
             address, port = listener.getsockname()[:2]
             if node > 1:
                 address, port = joined.homes[node - 1].getpeername()[0], ports[node - 1]
             wire.send(home, encode(Welcome(address, port)))
-        while joined.ranks.keys() != others or joined.links.keys() != senders:
-            take(listener, key, until, joined.ranks, joined.links)
+        while (set(joined.ranks), set(joined.links), set(joined.adapters)) != (others, senders, loading):
+            take(listener, key, until, joined)
     except OSError as error:  # a time limit is an OSError too
         raise ConfigError(
             f"A node has left before all ranks were connected: {error}",
@@ -275,17 +281,12 @@ def _connect(
         ) from error
 
 
-def take(
-    listener: socket.socket,
-    key: bytes,
-    until: float,
-    ranks: dict[int, socket.socket],
-    links: dict[int, socket.socket],
-) -> None:
+def take(listener: socket.socket, key: bytes, until: float, joined: Joined) -> None:
     """Wait for one connection of a rank. Raises TimeoutError."""
     peer = wire.accept(listener, key, until)
     if (message := _first_message(peer, RankConnects)) is not None:
-        (links if message.is_link else ranks)[message.rank] = peer
+        uses = {"orders": joined.ranks, "adapters": joined.adapters, "rows": joined.links}
+        uses[message.use][message.rank] = peer
 
 
 def _first_message(peer: socket.socket, kind: type[T]) -> T | None:

@@ -34,6 +34,7 @@ from quire.messages import (
     AddRequest,
     Command,
     EngineBeat,
+    EngineBegun,
     EngineFailed,
     EngineInput,
     EngineLaunch,
@@ -168,6 +169,7 @@ class EngineProcess:
 
     def _serve(self, started: StartedEngine) -> None:
         self._started, core = started, started.core
+        core.on_begun = lambda request_ids: self._send(EngineBegun(request_ids))
         self._send(self._sign_of_life())  # it is the first message that names the ranks
         while not self._stopping:
             if not core.has_work():

@@ -29,11 +29,11 @@ class RankLaunch(msgspec.Struct, tag=True):
         connection: file descriptor of the connection from the first rank.
         memory: file descriptor of the shared memory: see distributed.shared_memory.
         adapters: file descriptor of a connection for LoadAdapter. It carries the answer when the adapter has been read.
-            None: there are no adapters; with pipeline stages there are never any.
+            None: there are no adapters.
         dies_with_parent: whether the system kills the process when the thread that has started it ends.
         links: file descriptors of connections to ranks of other machines, by rank.
         cpus: the CPUs on which the process computes; empty: the CPUs of its parent.
-        gpus: the GPU that the process sees, as CUDA names it; empty: the GPUs of its parent.
+        gpu: the only GPU that the process sees: see devices.see_gpu. None: it computes on a CPU.
     """
 
     config: EngineConfig
@@ -46,7 +46,7 @@ class RankLaunch(msgspec.Struct, tag=True):
     dies_with_parent: bool
     links: dict[int, int]
     cpus: set[int]
-    gpus: list[str] = []
+    gpu: str | None = None
 
     def descriptors(self) -> list[int]:
         """All file descriptors of this launch, with the sender's numbers."""

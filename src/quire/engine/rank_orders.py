@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from quire.distributed.shared_memory import ranks_on
 from quire.engine.rank_messages import (
@@ -42,6 +42,8 @@ from quire.planning.binding import bind
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.worker.worker import DeviceWorker
+
+IDLE_SECONDS = 0.05  # seconds without an order, after which a rank looks whether its device has ended its steps
 
 logger = get_logger(__name__)
 
@@ -123,24 +125,39 @@ def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
             os._exit(0)
 
 
+def _next_order(frames: SimpleQueue[bytes], seconds: float | None) -> ToRank | None:
+    """Wait for an order, at most `seconds`. None: there is none."""
+    try:
+        return decode_to_rank(frames.get(timeout=seconds))
+    except Empty:
+        return None
+
+
 def obey(launch: RankLaunch) -> None:
-    """Carry out orders until the first rank is gone. Then the process ends."""
+    """Carry out orders until the first rank is gone. Then the process ends.
+
+    A rank that does not sample does not wait for its device in a step. If it hears of a failure while it has no order,
+    it sends the error without being asked.
+    """
     connection, frames = Connection(launch.connection), SimpleQueue[bytes]()
     threading.Thread(target=_listen, args=(connection, frames), name="first rank", daemon=True).start()
     if launch.dies_with_parent:
         die_with_parent()
     if launch.cpus:
         bind(launch.cpus)
-    if launch.gpus:
-        devices.take_gpus(0, 1, launch.gpus)
+    if launch.gpu is not None:
+        devices.see_gpu(launch.gpu)
     worker = _worker(launch, lambda phase, share, detail: connection.send_bytes(encode(Report(phase, share, detail))))
     loads: _Loads = deque()
     if launch.adapters is not None:
         reading = (worker, loads, Connection(launch.adapters))
         threading.Thread(target=_read_adapters, args=reading, name="adapters", daemon=True).start()
     while True:
-        message = decode_to_rank(frames.get())
+        message = _next_order(frames, IDLE_SECONDS if worker.is_behind else None)
         try:
+            if message is None:
+                worker.catch_up()
+                continue
             answer: Answer | Failed = _answer(worker, loads, message)
         except Exception as error:
             answer = Failed.of(error)

@@ -46,7 +46,7 @@ from quire.engine.rank_messages import (
     encode,
 )
 from quire.engine.rank_spawn import RankInterpreter
-from quire.errors import ConfigError, EngineDeadError
+from quire.errors import AdapterError, ConfigError, EngineDeadError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, Workers, WorkerSettings
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
@@ -62,7 +62,7 @@ from quire.worker.worker import DeviceWorker
 
 LOOK_SECONDS = 0.25  # seconds between two checks of a process
 CLOSE_SECONDS = 5.0  # the time in which a process may end by itself
-SAY_SECONDS = 1.0  # the time in which a node can say why it ends
+SAY_SECONDS = 1.0  # the time in which a node or a rank can say why it ends
 
 logger = get_logger(__name__)
 
@@ -129,14 +129,13 @@ def start_ranks(
                 timeout_seconds=config.distributed_timeout_seconds,
             )
             on_error.callback(ranks.close)
-            gpus = devices.visible_gpus() if config.device != "cpu" and devices.has_gpu() else []
             model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
             for rank in grid.ranks_of(0)[1:]:
                 own_cpus = cpus[rank] if cpus else set[int]()
                 interpreter = interpreters.pop() if interpreters else RankInterpreter()
                 on_error.callback(interpreter.end)
                 own_links = links.get(rank, {})
-                own_gpu = gpus[rank : rank + 1]
+                own_gpu = None if config.device == "cpu" else devices.gpu_of_rank(rank)
                 launch = RankLaunch(
                     config, model, drafter, rank, -1, memory, None, is_server, own_links, own_cpus, own_gpu
                 )
@@ -145,7 +144,9 @@ def start_ranks(
         homes = {node: Home(home) for node, home in joined.homes.items()}
         for rank, peer in sorted(joined.ranks.items()):
             last, home = starting if rank == grid.size - 1 else None, homes[grid.node(rank)]
-            others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), home, last))
+            connection = Connection(peer.detach())
+            adapters = Connection(joined.adapters[rank].detach()) if joined.adapters else None
+            others.append(RemoteRank(rank, grid, ranks.failing, connection, adapters, home, last))
         first = DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks)
         on_error.pop_all()
     return (first, *others)
@@ -171,11 +172,17 @@ class OtherRank(ABC):
 
     Args:
         failing: is told if the rank is lost.
+        adapters: a connection over which it reads adapters beside its steps; None: there are no adapters.
+
+    Attributes:
+        adapters: see Args.
     """
 
-    def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection) -> None:
-        self._rank, self._failing, self._connection = rank, failing, connection
-        self._name, self._report = rank_name(rank, grid), ""
+    def __init__(
+        self, rank: int, grid: Grid, failing: Failing, connection: Connection, adapters: Connection | None
+    ) -> None:
+        self._rank, self._failing, self._connection, self.adapters = rank, failing, connection, adapters
+        self._name, self._report, self._num_loads = rank_name(rank, grid), "", 0
         self._num_unheard = 0  # steps whose answers are on their way
         self._heard: deque[Answer | Failed] = deque()  # answers of steps that nobody has asked for yet
 
@@ -188,8 +195,22 @@ class OtherRank(ABC):
         """A text for people that says which rank has ended, where, and how."""
 
     def check_alive(self) -> None:
+        """See Worker. A rank whose device has failed between orders has said so."""
         if self._is_lost():
             raise EngineDeadError(self._end())
+        while self._has_said():
+            answer = self._next(self._connection)
+            _checked(answer)
+            assert self._num_unheard, "an answer without an order"
+            self._heard.append(answer)
+            self._num_unheard -= 1
+        if self._failing.failed_rank == self._rank:
+            raise EngineDeadError(f"{self.describe()} has failed")
+
+    def _has_said(self) -> bool:
+        """Whether it has sent anything. A rank that has failed gets some time to say why."""
+        with self._is_there():
+            return self._connection.poll(SAY_SECONDS if self._failing.failed_rank == self._rank else 0.0)
 
     def describe(self) -> str:
         return f"{self._name} ({self._place()}{self._report})"
@@ -201,9 +222,13 @@ class OtherRank(ABC):
     def give_up(self) -> None:
         self._failing.fail_for(self._rank)
 
-    @abstractmethod
     def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> AdapterLoad:
-        """See Worker."""
+        """See Worker. Results come in the order of the loads. Only the oldest load may be asked whether it is done."""
+        assert self.adapters is not None, "adapters are enabled"
+        self.say(self.adapters, LoadAdapter(path, digest, is_awaited))
+        load = _LoadOfRank(self, self.adapters, self._num_loads)
+        self._num_loads += 1
+        return load
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
         facts = self.ask(AskFacts(wants_gpu)).facts
@@ -248,6 +273,8 @@ class OtherRank(ABC):
     def close(self) -> None:
         """End the rank."""
         self._connection.close()
+        if self.adapters is not None:
+            self.adapters.close()
 
     def ask(self, message: ToRank) -> Answer:
         """Send an order and wait for its answer. The answers of steps in flight come before; `hear_step` gives them."""
@@ -311,24 +338,16 @@ class RankProcess(OtherRank):
 
     def __init__(self, launch: RankLaunch, grid: Grid, failing: Failing, interpreter: RankInterpreter) -> None:
         connection, theirs = multiprocessing.Pipe()
-        self.adapters, their_adapters = multiprocessing.Pipe()
-        super().__init__(launch.rank, grid, failing, connection)
+        adapters, their_adapters = multiprocessing.Pipe()
+        super().__init__(launch.rank, grid, failing, connection, adapters)
         ends = {"connection": theirs.fileno(), "adapters": their_adapters.fileno()}
         self._process = interpreter.launch(msgspec.structs.replace(launch, **ends))
         theirs.close()
         their_adapters.close()
-        self._num_loads = 0
         self._is_closing = threading.Event()
         watch = (self._process, self._rank, self._name, failing, self._is_closing)
         self._watching = threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True)
         self._watching.start()
-
-    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> AdapterLoad:
-        """See Worker. Results come in the order of the loads. Only the oldest load may be asked whether it is done."""
-        self.say(self.adapters, LoadAdapter(path, digest, is_awaited))
-        load = _LoadOfRank(self, self._num_loads)
-        self._num_loads += 1
-        return load
 
     def give_up(self) -> None:
         """See Worker. The process may hang, so it is ended too."""
@@ -339,7 +358,6 @@ class RankProcess(OtherRank):
     def close(self) -> None:
         self._is_closing.set()
         super().close()
-        self.adapters.close()
         try:
             self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -360,19 +378,20 @@ class _LoadOfRank:
     """An AdapterLoad in another process.
 
     Args:
+        connection: the rank's connection for adapters.
         number: see AddAdapter.
     """
 
-    def __init__(self, rank: RankProcess, number: int) -> None:
-        self._rank, self._number = rank, number
+    def __init__(self, rank: OtherRank, connection: Connection, number: int) -> None:
+        self._rank, self._connection, self._number = rank, connection, number
         self._facts: AdapterFacts | None = None
 
     def done(self) -> bool:
-        return self._facts is not None or self._rank.adapters.poll()
+        return self._facts is not None or self._connection.poll()
 
     def result(self) -> AdapterFacts:
         if self._facts is None:
-            self._facts = self._rank.hear(self._rank.adapters).adapter
+            self._facts = self._rank.hear(self._connection).adapter
         assert self._facts is not None
         return self._facts
 
@@ -431,14 +450,20 @@ class RemoteRank(OtherRank):
         grid: Grid,
         failing: Failing,
         connection: Connection,
+        adapters: Connection | None,
         home: Home,
         starting: Starting | None,
     ) -> None:
-        super().__init__(rank, grid, failing, connection)
+        super().__init__(rank, grid, failing, connection, adapters)
         self._home, self._starting = home, starting
 
-    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> AdapterLoad:
-        raise AssertionError("resolve refuses adapters with stages, and another machine has other stages")
+    def hear(self, connection: Connection) -> Answer:
+        """See OtherRank. Each machine reads its own copy of an adapter, so an error names the machine."""
+        try:
+            return super().hear(connection)
+        except AdapterError as error:
+            what = f"{error.what.rstrip('.')}, {self._place()}"
+            raise type(error)(what, value=error.value, expected=error.expected, fix=error.fix) from None
 
     def give_up(self) -> None:
         super().give_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,25 +116,28 @@ def start_engine(
         config = placed(config, is_server=is_server)
     model_config = load_with_drafter(model_folder, drafter_folder, config)
     check_cuts(model_config, config)
-    executor, num_ranks = None, config.num_ranks
-    if is_external:
-        executor = start_external(config, model_config, progress)
-        workers: Workers = (executor.worker,)
-    else:
-        make_workers = make_workers or partial(
-            start_ranks,
-            config,
-            model_folder,
-            drafter_folder=drafter_folder,
-            is_server=is_server,
-            engine_index=engine_index,
-            interpreters=[] if interpreters is None else interpreters,
-        )
-        workers = make_workers(model_config, progress)
-        num_ranks = len(workers)
-    parts = [part_of_rank(model_config, config, rank) for rank in range(num_ranks)]
-    model_config = cut_of(model_config, config).part()
-    try:
+    with ExitStack() as on_error:
+        executor, num_ranks = None, config.num_ranks
+        if is_external:
+            executor = start_external(config, model_config, progress)
+            on_error.callback(executor.shutdown)
+            workers: Workers = (executor.worker,)
+        else:
+            make_workers = make_workers or partial(
+                start_ranks,
+                config,
+                model_folder,
+                drafter_folder=drafter_folder,
+                is_server=is_server,
+                engine_index=engine_index,
+                interpreters=[] if interpreters is None else interpreters,
+            )
+            workers = make_workers(model_config, progress)
+            num_ranks = len(workers)
+            for worker in reversed(workers):
+                on_error.callback(worker.close)
+        parts = [part_of_rank(model_config, config, rank) for rank in range(num_ranks)]
+        model_config = cut_of(model_config, config).part()
         running = bring_up(
             config,
             model_config,
@@ -145,18 +149,11 @@ def start_engine(
             executor=executor,
             start_time=start_time,
         )
-    except BaseException:
-        if executor is not None:
-            executor.shutdown()
-        else:
-            for worker in workers:
-                worker.close()
-        raise
-    try:
-        return _answering(running, model_config, started, progress, is_first=is_first, has_clock=executor is None)
-    except BaseException:
-        running.executor.shutdown()
-        raise
+        on_error.pop_all()
+        on_error.callback(running.executor.shutdown)
+        engine = _answering(running, model_config, started, progress, is_first=is_first, has_clock=executor is None)
+        on_error.pop_all()
+    return engine
 
 
 def _answering(

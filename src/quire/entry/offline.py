@@ -18,7 +18,7 @@ from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
 from quire.lora.registry import AdapterRegistry
 from quire.lora.request import Registration
-from quire.messages import AdapterState, LoadAdapter, UnloadAdapter
+from quire.messages import AdapterState, LoadAdapter, UnloadAdapter, joined
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
 from quire.screen.progress_bar import ProgressBar
@@ -154,8 +154,7 @@ class OfflineRunner:
             if request.tokenizer is not None and not self._has_tokenizer:
                 self._core.use_tokenizer(request.tokenizer)
                 self._has_tokenizer = True
-            for message in request.requests:
-                self._core.add(message)
+            self._core.add(joined(request.requests))
             check_interrupt()
 
     def _collect(

@@ -14,6 +14,7 @@ from quire.messages import (
     AdapterState,
     AddRequest,
     Command,
+    EngineBegun,
     EngineFailed,
     EngineInput,
     EngineMessage,
@@ -84,7 +85,7 @@ class EchoClient:
         self._wake = asyncio.Event()
         self._death: str | None = None
         self._step_id = 0
-        self.is_paused = False  # True: take requests without answers, like a stuck engine
+        self.is_paused = False  # True: take requests, and end no step, like a stuck engine
         self.sent: list[EngineInput] = []  # every message, for tests
         if is_ready:
             self.make_ready()
@@ -184,6 +185,8 @@ class EchoClient:
         while self._waiting and len(self._running) < self._max_num_seqs:
             row = self._waiting.popleft()
             self._running[row.request.request_id] = row
+            if row.request.is_retry:
+                self.push(EngineBegun([row.request.request_id]))
 
     def _refuse(self, request_id: str, error: QuireError) -> None:
         self._refused.append(
@@ -202,7 +205,7 @@ class EchoClient:
                 raise EngineDeadError(self._death)
             if not self.is_paused and (self._running or self._refused):
                 await asyncio.sleep(self.step_seconds)
-                if self._running or self._refused:
+                if not self.is_paused and (self._running or self._refused):
                     return self._step()
             else:
                 self._wake.clear()

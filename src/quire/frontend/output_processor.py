@@ -138,6 +138,12 @@ class OutputProcessor:
         self.abort(unsaved, "error")
         return unsaved
 
+    def note_begun(self, engine_ids: Iterable[str]) -> None:
+        """Note that the engine begins to compute these continuations of requests that other engines have lost."""
+        for engine_id in engine_ids:
+            if (child := self._continuations.get(engine_id)) is not None:
+                child.request.is_begun = True
+
     def release(self) -> list[RequestState]:
         """Forget and return all requests, because other engines go on with them."""
         released = self.requests

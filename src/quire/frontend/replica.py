@@ -34,6 +34,7 @@ from quire.messages import (
     AdapterState,
     AddRequest,
     Command,
+    EngineBegun,
     EngineInput,
     EngineMessage,
     EngineOutputs,
@@ -324,6 +325,8 @@ class Replica:
         match message:
             case EngineOutputs():
                 self._handle_outputs(message)
+            case EngineBegun():
+                self.output_processor.note_begun(message.request_ids)
             case AdapterState():
                 self._on_adapter(message)
             case EngineProgress():

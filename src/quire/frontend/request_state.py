@@ -194,6 +194,7 @@ class RequestState:
     __slots__ = (
         "continuations",
         "has_advanced",
+        "is_begun",
         "is_sent",
         "is_suspect",
         "kind",
@@ -226,7 +227,8 @@ class RequestState:
         )
         self.is_sent = True  # False: it waits for its next engine
         self.has_advanced = False  # whether its present engine has given a token of it
-        self.num_losses = 0  # engines that failed while they had it
+        self.is_begun = True  # whether its present engine computes it, as far as is known; the first one does not tell
+        self.num_losses = 0  # engines that failed after they had begun it
         self.is_suspect = False  # may be the reason why they failed
         self.sent_after = 0.0  # seconds from the arrival until its present engine got it
         self.num_cached_tokens = 0
@@ -244,18 +246,20 @@ class RequestState:
         """Note that the engine has failed. Returns whether a further engine may go on with the request.
 
         A request that has lost several engines, and got no token from the last one, is a suspect: no other suspect is
-        computed before it has its next token. If this costs one more engine, the request ends.
+        computed before it has its next token. If this costs one more engine, the request ends. An engine in whose queue
+        it has only waited does not count, except for the first one, which does not say what it begins.
         """
-        if not self.is_sent:
+        has_begun, self.is_sent, self.is_begun = self.is_sent and self.is_begun, False, False
+        if not has_begun:
             return True
-        self.is_sent = False
         self.num_losses += 1
         was_suspect, self.is_suspect = self.is_suspect, self.num_losses > 1 and not self.has_advanced
         return self.num_losses < MOST_LOSSES and not (was_suspect and self.is_suspect)
 
     def messages_again(self, now: float) -> list[AddRequest]:
         """The messages for a further engine, about the continuations that have not ended."""
-        self.is_sent, self.has_advanced, self.sent_after = True, False, now - self.metrics.arrival_time
+        self.is_sent, self.is_begun, self.has_advanced = True, False, False
+        self.sent_after = now - self.metrics.arrival_time
         both = zip(self.continuations, self.processed.requests, strict=True)
         return [child.message(first) for child, first in both if child.finish_reason is None]
 

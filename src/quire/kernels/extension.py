@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from quire import envs
 from quire.errors import ConfigError
@@ -35,8 +34,8 @@ def how_to_build() -> str:
     return f"{compiler} `pip install --force-reinstall --no-deps --no-cache-dir --no-binary quire quire`"
 
 
-def require(who: str) -> Any:
-    """The extension, for functions without a wrapper. Raises ConfigError if it is not built.
+def require(who: str) -> None:
+    """Raise ConfigError if there is no extension: `C` may not be used.
 
     Args:
         who: the beginning of the error's first sentence.
@@ -48,7 +47,6 @@ def require(who: str) -> Any:
             expected="the compiled extension",
             fix=how_to_build(),
         )
-    return C
 
 
 def wished_isa() -> str | None:

@@ -146,6 +146,8 @@ def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype, memory: Delta
         for size in (shape.rank * shape.K, shape.rank * -(-shape.N // LORA_PANEL) * LORA_PANEL):
             places.append(end)
             end += -(-size // step) * step
+    if not shapes:
+        return []
     piece = memory.tensor(end, dtype)
     return [PackedDelta(shape, piece, *places[2 * i : 2 * i + 2]) for i, shape in enumerate(shapes)]
 
@@ -164,21 +166,6 @@ def pack_factors(source: Tensor, factors: Sequence[Sequence[int]], memory: Tenso
     check_contiguous(source=source, memory=memory)
     pack = cpu.pack_factors if cpu.available() else reference.pack_factors
     pack(source, torch.tensor(factors, dtype=torch.int64), memory)
-
-
-def pack_delta(a_RK: Tensor, b_NR: Tensor, scale: float, *, looks_up: bool = False) -> PackedDelta:
-    """Copy A and B, which have one floating-point dtype, into that form. `looks_up`: of embeddings, K tokens."""
-    check_places(a=a_RK, b=b_NR)
-    R, N = len(a_RK), len(b_NR)
-    check_shape("b", b_NR, N, R)
-    check_dtype("a", a_RK, *cpu.DTYPE_CODES)
-    check_dtype("b", b_NR, a_RK.dtype)
-    if 0 in (*a_RK.shape, N):
-        raise ValueError(f"a is {list(a_RK.shape)} and b is {list(b_NR.shape)}, expected [R, K] and [N, R], none 0")
-    (delta,) = empty_deltas([DeltaShape(R, a_RK.shape[1], N, scale, looks_up)], a_RK.dtype, DeltaMemory())
-    for x, factor in ((a_RK, delta.a_from(0, a_RK.dtype)), (b_NR, delta.b_from(0, b_NR.dtype))):
-        pack_factors(x.contiguous().view(-1).view(torch.uint8), [factor], delta.memory)
-    return delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quire.layer_spec.kv_spec import KvSpec
+
+if TYPE_CHECKING:
+    from quire.layer_spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Stage:
     Attributes:
         index: the number of the stage. Stage 0 has the embeddings; the last stage has the final norm and the output.
         layers: the numbers of its layers.
+        all_layers: the layers of the model, of which adapters have the names.
         tables: the cache contents of all layers of the model, with their numbers of block tables. All stages have the
             same tables.
     """
@@ -101,6 +105,7 @@ class Stage:
     index: int
     num_stages: int
     layers: range
+    all_layers: tuple[LayerSpec, ...]
     tables: tuple[tuple[KvSpec, int], ...]
 
     @property

@@ -260,9 +260,9 @@ def _refuse_pickle(folder: Path) -> None:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """[N, K] of all weights that an adapter may change."""
+    """[N, K] of all weights that an adapter may change, in all stages of the model."""
     shapes = {EMBEDDINGS: (config.hidden_size, config.vocab_size)}
-    for layer in config.layers:
+    for layer in config.layers if config.stage is None else config.stage.all_layers:
         for linear in layer.linears():
             if not linear.is_adaptable:
                 continue

@@ -76,29 +76,29 @@ class AdapterSlots:
         """Read an adapter into the form of the kernels. Any thread may do it.
 
         Args:
-            file: a file of weights that AdapterSlots knows.
+            file: a file of weights that the model has here or in another stage.
         """
-        parts = [(module, rows) for module in file.modules for rows in self._rows[module.name]]
+        parts = [(module, rows) for module in file.modules for rows in self._rows.get(module.name, ())]
         shapes = [
             DeltaShape(module.rank, module.in_features, len(rows), module.scale, self._looks_up[module.name])
             for module, rows in parts
         ]
         keys = [(module.name, rows.start) for module, rows in parts]
         deltas = dict(zip(keys, empty_deltas(shapes, self._dtype, self._memory), strict=True))
-        memory = next(iter(deltas.values())).memory
         for piece in file.pieces(self._dtype):
             factors = []
             for entry, module in piece.entries:
                 begin, dtype = entry.begin - piece.begin, getattr(torch, entry.dtype)
-                for rows in self._rows[module.name]:
+                for rows in self._rows.get(module.name, ()):
                     delta = deltas[module.name, rows.start]
                     if entry is module.entries[0]:
                         factors.append(delta.a_from(begin, dtype))
                     else:
                         factors.append(delta.b_from(begin + rows.start * module.rank * dtype.itemsize, dtype))
-            pack_factors(piece.raw, factors, memory)
-        if self._device.type != "cpu":
-            memory = memory.to(self._device)
+            if factors:
+                pack_factors(piece.raw, factors, next(iter(deltas.values())).memory)
+        if self._device.type != "cpu" and deltas:
+            memory = next(iter(deltas.values())).memory.to(self._device)
             deltas = {part: replace(delta, memory=memory) for part, delta in deltas.items()}
         rows_of_tables = [table.row([deltas.get(part) for part in parts]) for table, parts in self._tables]
         return PackedAdapter(file.facts(self._dtype), rows_of_tables)

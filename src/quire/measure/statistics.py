@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.measure.load import Outcome, Run
 
@@ -17,7 +16,6 @@ LEVEL = 0.95  # the level of the confidence intervals
 # in e^-5 = 0.7 % of all cases; an interval misses on one side in 2.5 %.
 FEWEST_BEYOND = 5
 NUM_RESAMPLES = 200
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

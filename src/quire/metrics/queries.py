@@ -64,10 +64,10 @@ class Queries:
         metric = self._declared(name, "histogram")
         return f"{self._sum(self._over('rate', metric, '_sum'))} / {self.count_rate(name)}"
 
-    def quantile(self, share: float, name: str, by: tuple[str, ...] = ()) -> str:
+    def quantile(self, share: float, name: str) -> str:
         """A quantile of a histogram's observations."""
         buckets = self._over("rate", self._declared(name, "histogram"), "_bucket")
-        return f"histogram_quantile({share:g}, {self._sum(buckets, ('le', *by))})"
+        return f"histogram_quantile({share:g}, {self._sum(buckets, ('le',))})"
 
     @staticmethod
     def _declared(name: str, kind: str) -> Metric:

@@ -272,14 +272,17 @@ class Decoder:
         return self.embed(batch.token_ids_T, batch.adapter_slots_T)
 
     def adaptable(self) -> Iterator[Adaptable]:
-        """Every layer that adapters may change: the embeddings come first and the output projection last."""
-        hidden_size, vocab_size, output = self.config.hidden_size, self.config.vocab_size, self._output
-        yield Adaptable(self._embed, ((EMBEDDINGS, hidden_size),), vocab_size, looks_up=True)
+        """Every layer here that adapters may change: the embeddings come first and the output projection last."""
+        hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
+        if self.config.has_embeddings:
+            yield Adaptable(self._embed, ((EMBEDDINGS, hidden_size),), vocab_size, looks_up=True)
         for prefix, part in self._parts:
             if isinstance(part, Linear) and part.is_adaptable and not isinstance(part, OutputProjection):
                 parts = tuple((prefix + name, size) for name, size in part.shards)
                 yield Adaptable(part, parts, part.in_features, part.own_rows)
-        yield Adaptable(output, ((OUTPUT, output.out_features),), hidden_size, output.own_rows)
+        if self.config.has_output:
+            output = self._output
+            yield Adaptable(output, ((OUTPUT, output.out_features),), hidden_size, output.own_rows)
 
     def own_name(self, checkpoint_name: str) -> str | None:
         """Our name for a tensor of the checkpoint, in Llama's style; None: the model does not use the tensor."""

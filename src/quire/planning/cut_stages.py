@@ -64,7 +64,7 @@ def part_of_rank(model: ModelConfig, config: EngineConfig, rank: int) -> ModelCo
     index, tables = grid.stage(rank), tuple((group.spec, group.num_tables) for group in kv_groups(part))
     layers = stage_layers(model, config)[index]
     own = part.layers[layers.start : layers.stop]
-    return replace(part, layers=own, stage=Stage(index, grid.num_stages, layers, tables))
+    return replace(part, layers=own, stage=Stage(index, grid.num_stages, layers, part.layers, tables))
 
 
 def stage_layers(model: ModelConfig, config: EngineConfig) -> list[range]:

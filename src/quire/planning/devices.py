@@ -23,8 +23,10 @@ logger = get_logger(__name__)
 
 LEAST_CAPABILITY = 80  # the kernels need a GPU with bfloat16 in tensor cores
 _CGROUP = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
 _FAST_CPUS = Path("/sys/devices/cpu_core/cpus")  # Linux writes it for Intel's CPUs with two kinds of cores
 _GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
+_GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ASK_SECONDS = 60.0  # loading torch from a slow disk takes the longest
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
@@ -144,10 +146,16 @@ def allowed_cpus() -> set[int]:
 
 
 def _efficient_cpus() -> set[int]:
-    """The CPUs of this process that are slower than its other CPUs."""
+    """The CPUs of this process that are slower than its other CPUs.
+
+    On ARM64, Linux gives each CPU a capacity, and a slower one has less than half of the largest.
+    """
     allowed = allowed_cpus()
-    fast = allowed & cpu_list(_read_text(_FAST_CPUS) or "")
-    return allowed - fast if fast else set()
+    if fast := allowed & cpu_list(_read_text(_FAST_CPUS) or ""):
+        return allowed - fast
+    capacities = {cpu: int(_read_text(_CPUS / f"cpu{cpu}" / "cpu_capacity") or 0) for cpu in allowed}
+    largest = max(capacities.values(), default=0)
+    return {cpu for cpu, capacity in capacities.items() if 2 * capacity < largest}
 
 
 def cpu_list(text: str) -> set[int]:
@@ -164,7 +172,7 @@ def physical_cores(cpus: set[int]) -> int:
     """The number of cores that have these CPUs. SMT siblings count once."""
     cores = set()
     for cpu in cpus:
-        siblings = _read_text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+        siblings = _read_text(_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list")
         cores.add(siblings.strip() if siblings else str(cpu))
     return len(cores)
 
@@ -200,8 +208,43 @@ def visible_gpus() -> list[str]:
     """The GPUs that this process may see, as CUDA names them: numbers or UUIDs."""
     if (visible := os.environ.get(_VISIBLE)) is not None:
         return [word for name in visible.split(",") if (word := name.strip())]
-    folder = Path("/proc/driver/nvidia/gpus")
-    return [str(number) for number in range(len(list(folder.iterdir())))] if folder.is_dir() else []
+    return [str(number) for number in range(len(list(_GPU_FOLDER.iterdir())))] if _GPU_FOLDER.is_dir() else []
+
+
+def gpu_of_rank(rank: int) -> str:
+    """The GPU of one of several ranks that may see the GPUs of this process, as CUDA names it; empty: it has none.
+
+    Not every driver lists its GPUs (that of WSL does not). Then it is a number, and the rank finds out whether there is
+    such a GPU.
+    """
+    gpus = visible_gpus()
+    if not gpus and _VISIBLE not in os.environ:
+        return str(rank)
+    return gpus[rank] if rank < len(gpus) else ""
+
+
+def see_gpu(name: str) -> None:
+    """Let this process see one GPU only, or none. Call it before torch looks for GPUs.
+
+    Args:
+        name: a number or UUID, as CUDA takes it; empty: none.
+
+    Raises ConfigError in a process that uses a GPU already.
+    """
+    if os.environ.get(_VISIBLE) != name:
+        _check_unused(name)
+        os.environ[_VISIBLE] = name
+
+
+def _check_unused(names: str) -> None:
+    """Raise ConfigError if this process uses a GPU, because it can no longer choose others."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise ConfigError(
+            "This process uses a GPU already, and would have to see others",
+            value=names,
+            fix=f"Set {_VISIBLE}={names} for this process, or start the engine before anything uses a GPU",
+        )
 
 
 def take_gpus(first: int, count: int, names: Sequence[str] = ()) -> None:
@@ -209,23 +252,20 @@ def take_gpus(first: int, count: int, names: Sequence[str] = ()) -> None:
 
     Args:
         first: the index of the first one among `names`, or without them among the GPUs that the process may see.
+            If the driver lists none, it is the number of a GPU that may be there.
         count: their number. If there are fewer, it sees those.
         names: numbers or UUIDs, as CUDA takes them.
 
     Raises ConfigError for names in a process that uses a GPU already.
     """
-    torch = sys.modules.get("torch")
-    if names and torch is not None and torch.cuda.is_initialized():
-        raise ConfigError(
-            "This process uses a GPU already",
-            value=",".join(names),
-            fix="Set CUDA_VISIBLE_DEVICES before it does",
-            param="device_ids",
-        )
+    if names:
+        _check_unused(",".join(names))
     if names and not num_gpus():
-        logger.warning("--device-ids names GPUs, and this machine has none")
-    if num_gpus() > 0:
-        os.environ[_VISIBLE] = ",".join((list(names) or visible_gpus())[first : first + count])
+        logger.warning("--device-ids names GPUs, and no driver lists any: leave it out if there are none")
+    known = list(names) or visible_gpus()
+    if not known and _VISIBLE not in os.environ:  # see gpu_of_rank
+        known = [str(number) for number in range(first + count)]
+    os.environ[_VISIBLE] = ",".join(known[first : first + count])
 
 
 def ask_gpu() -> GpuFacts | str:

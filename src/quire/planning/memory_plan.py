@@ -53,10 +53,24 @@ class MemoryFacts:
     taken_bytes: int = 0  # the memory that this process has taken so far, with its weights; only on a CPU
 
 
-def logits_bytes(model: ModelConfig, num_rows: int) -> int:
+def logits_bytes(model: ModelConfig, num_rows: int, device: str) -> int:
     """Bytes of this number of rows of logits, and of the drafter's rows."""
-    own = num_rows * model.vocab_size * 4 * LOGITS_COPIES if model.has_output else 0
-    return own if model.drafter is None else own + logits_bytes(model.drafter, num_rows)
+    own = num_rows * 4 * max(model.vocab_size * LOGITS_COPIES, _joined_elements(model, device))
+    own = own if model.has_output else 0
+    return own if model.drafter is None else own + logits_bytes(model.drafter, num_rows, device)
+
+
+def _joined_elements(model: ModelConfig, device: str) -> int:
+    """Elements that live at once while ranks join a row of logits on a GPU; 0: they join it without more memory.
+
+    These are the part of this rank, the parts of all ranks with their padding, and the row: see DeviceGroup.gather.
+    """
+    if device == "cpu" or model.vocab_share is None:
+        return 0
+    widths = model.vocab_share.widths(0)
+    own = widths[model.vocab_share.rank]
+    padded = 0 if own == max(widths) else max(widths)
+    return own + padded + max(widths) * len(widths) + sum(widths)
 
 
 def work_bytes(buffer_bytes: int, device: str) -> int:
@@ -132,7 +146,7 @@ def predict_memory(
     """
     drafter = _drafter_weight_bytes(resolved, model)
     weights = planned_weight_bytes(resolved, model) if weight_bytes is None else weight_bytes + drafter
-    logits = logits_bytes(model, resolved.scheduler.num_logits_rows)
+    logits = logits_bytes(model, resolved.scheduler.num_logits_rows, resolved.device.device)
     steps, hidden = resolved.scheduler, 0
     if resolved.drafter is not None:
         hidden = resolved.drafter.hidden_bytes(model, steps.max_num_seqs, steps.most_tokens)
@@ -333,7 +347,7 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
         detail = f"{drafter.num_parameters():,} parameters; a part of weight_bytes"
         record.put("drafter_weight_bytes", memory.drafter_weight_bytes, source, detail)
         detail = f"of {num_rows} tokens; a part of work_bytes"
-        record.put("drafter_logits_bytes", logits_bytes(drafter, num_rows), "formula", detail)
+        record.put("drafter_logits_bytes", logits_bytes(drafter, num_rows, resolved.device.device), "formula", detail)
         if drafter.head is not None:
             steps = resolved.scheduler
             hidden = resolved.drafter.hidden_bytes(model, steps.max_num_seqs, steps.most_tokens)

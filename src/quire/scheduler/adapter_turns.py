@@ -17,7 +17,7 @@ class AdapterTurns:
     Free places go to the adapters in memory, in the order of their oldest waiting requests. A request whose adapter
     runs already may join, and so it overtakes others. The oldest request that was overtaken in PATIENCE steps gets the
     next free place. Until then, the adapter with the fewest running requests takes no further requests. Preempted
-    requests come first.
+    requests come first. A request without an adapter may always run, and is not kept.
 
     Args:
         max_loras: the number of places.
@@ -58,14 +58,16 @@ class AdapterTurns:
 
     def wait(self, request: Request) -> None:
         """Add a request that waits: it is new, or it was preempted."""
-        assert request.adapter is not None
+        if request.adapter is None:
+            return
         insort(self._waiting.setdefault(request.adapter, []), request, key=self._key)
         if request.adapter not in self._running and request.adapter not in self.wanted:
             self.wanted = [*self.wanted, request.adapter]  # until the next step, so that reading begins before it
 
     def leave(self, request: Request) -> None:
         """Remove a waiting request. It still has the status of a waiting one."""
-        assert request.adapter is not None
+        if request.adapter is None:
+            return
         waiting = self._waiting[request.adapter]
         del waiting[bisect_left(waiting, self._key(request), key=self._key)]
         if not waiting:
@@ -73,15 +75,17 @@ class AdapterTurns:
 
     def start(self, request: Request) -> None:
         """Let a waiting request run from now on. It still has the status of a waiting one."""
+        if request.adapter is None:
+            return
         self.leave(request)
-        assert request.adapter is not None
         self._running[request.adapter] = self._running.get(request.adapter, 0) + 1
         key = self._order(request)
         self._last_admitted = key if self._last_admitted is None else max(self._last_admitted, key)
 
     def stop(self, request: Request) -> None:
         """Remove a running request: it ends, or it is preempted."""
-        assert request.adapter is not None
+        if request.adapter is None:
+            return
         self._running[request.adapter] -= 1
         if not self._running[request.adapter]:
             del self._running[request.adapter]
@@ -89,6 +93,8 @@ class AdapterTurns:
     def may_run(self, request: Request) -> bool:
         """Whether a waiting request may run in the step that is being made."""
         digest = request.adapter
+        if digest is None:
+            return True
         return digest in self._open and (digest != self._draining or self._key(request) < self._reserved_for)
 
     def begin_step(self) -> None:

@@ -8,6 +8,8 @@ become wrong when texts change. So there is a credit, in seconds. It limits the 
 - The cost of drafts, and of waiting for them, is subtracted from it. This holds for drafts that are on and for trials.
 - While there is credit, drafts may stay on even if they pay only with slightly higher chances than the measured ones.
 - While drafts are off, some requests try one draft together as soon as the credit covers all these trials.
+- While they are on, all of them try one more draft from time to time, if no step of that size has run lately. Otherwise
+  a size that is believed to take too long would never run, so the belief would never be corrected.
 - A step that computes prompts has only the drafts that fit in a small share of its time: a request waits for its first
   token.
 
@@ -23,16 +25,24 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Protocol
 
+from quire.cost.correct import size_of_step
 from quire.logs import RateLimited, get_logger
 from quire.request import Request
-from quire.scheduler.draft_depth import MIN_GAIN, Acceptance, best_depths, chances
+from quire.scheduler.draft_depth import (
+    LEAST_WEIGHT,
+    MIN_GAIN,
+    Acceptance,
+    best_depths,
+    chances,
+    prior_weight,
+)
 
 logger = get_logger(__name__)
 
 # The number of drafts of a position that count in the rates of one request, and in the rates of all requests. One text
 # changes sooner than all texts together.
 MEMORY, MEMORY_OF_ALL = 32, 256
-PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
+PRIOR_WEIGHT_OF_ALL = 8
 TRIAL_SHARE = 1 / 128  # the share of the time of steps that is added to the credit
 READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
 MOST_SAVED, MOST_OWED = 8, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
@@ -40,8 +50,8 @@ MOST_SAVED, MOST_OWED = 8, 4  # bounds of the credit, in steps; it may be saved 
 MOST_EARNED = 0.5
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 # What is kept of the credit, in steps, when the number of requests changes. What others have saved would be spent at
-# once on trials of new requests, which would lose much of a short answer's time. The rest is kept apart. A request may
-# spend as much of it on a trial as the request has added since its last trial.
+# once on trials of new requests, which would lose much of a short answer's time. The rest is kept apart, up to
+# MOST_SAVED or what the longest trial takes. A request may spend of it what it has added since its last drafts.
 MOST_KEPT = 1
 MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
@@ -52,6 +62,7 @@ LIKELY, FEW_TRIED = 0.5, 32  # a trial that holds with this chance or a higher o
 NEWS_SHARE = 1 / 4  # share of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
 FIRST_COST_STEPS, COST_STEPS = 4, 64
+FURTHER_STEPS = 64  # steps without a step of the size of one more draft for each request: then one tries it
 LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside its drafts
 READ_TOKENS = 16  # before any step: a 0.6B model with two cores takes 17 ms a token, and 1.1 ms for a further one
 # The first pass of a drafter reads the tokens of a request that held in the last step too: about this number more.
@@ -130,12 +141,12 @@ class _Drafting:
     is_chosen: bool = False  # whether its depth was chosen, also if it is 0
     longest: int = 0  # the most drafts that pay if no drafts are found for other requests
     is_finding: bool = False  # whether the last search found drafts for it
-    acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, PRIOR_WEIGHT))
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY))
     num_read: int = 0  # the number of its tokens that a drafter in the worker has computed, as far as is known here
     is_read: bool = False  # whether the drafter has drafted with its present blocks
     is_trial: bool = False  # whether its last drafts were a trial
     is_over: bool = False  # whether it drafts no more
-    saves_since: int = 0  # the step of its last trial, or its first step
+    saves_since: int = 0  # the step of its last drafts, or its first step
     wait: int = 1  # the steps between a trial that says nothing new and the next one
     next_trial: int = 0  # the first step in which it may try again
 
@@ -184,7 +195,8 @@ class AdaptiveDepth:
         self._more_each = 0
         self._depths: list[int] = []  # for each row of this step with drafts, their number
         self._requests: dict[str, _Drafting] = {}
-        self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
+        self._of_all = Acceptance(MEMORY_OF_ALL)
+        self._prior_weight: float = LEAST_WEIGHT  # of the rates of all requests in those of one
         self._due: set[str] = set()  # requests that may try a draft
         self._num_running = self._num_news = self._step = 0
         self._depth_of_new, self._most_depth = 0, 0
@@ -193,12 +205,16 @@ class AdaptiveDepth:
         self._looked_at, self._next_look = (0, 0), 0  # requests and drafts; in which step again
         self._look_steps = FIRST_COST_STEPS  # between the last look and the next one
         self._next_search = 0  # for requests that may try: not before this step
+        self._further = 0  # drafts of each request in this step beyond the chosen ones
+        self._last_steps: dict[int, int] = {}  # size of a step without prompts -> the last one
+        self._has_prompts = False
         self._may_pay = True  # if all drafts held
         self._credit, self._share = 0.0, TRIAL_SHARE  # see the module
         self._earned = 0.0  # the worth of the drafts that held since the last step began
         self._saved_for = 0.0  # seconds of a trial that somebody lacks
+        self._dearest = 0.0  # seconds of the trial that takes longest
         self._kept_apart = 0.0  # credit from before the number of requests changed
-        self._log = RateLimited(logger)
+        self._log, self._log_of_depths = RateLimited(logger), RateLimited(logger)
 
     def begin_step(self, running: Sequence[Request], most_each: int, most: int, num_prompt_tokens: int = 0) -> bool:
         """Begin a step. Returns whether any request may draft in it.
@@ -209,7 +225,10 @@ class AdaptiveDepth:
             most: the most drafts of the step.
             num_prompt_tokens: tokens of prompts that the step computes.
         """
+        if self._num_running and not self._has_prompts:
+            self._last_steps[size_of_step(self._num_running + sum(self._depths))] = self._step
         self._step += 1
+        self._has_prompts, self._further = num_prompt_tokens > 0, 0
         self._limit_beside(num_prompt_tokens)
         has_waited = self.waits
         self._account(has_waited)
@@ -233,6 +252,7 @@ class AdaptiveDepth:
         if is_on or not has_waited:
             self._due = self._trials(running)
         if is_on:
+            self._further = self._one_further(running, most)
             self.waits = self._pays() or self._credit >= self._hidden_share * self._seconds[0]
             return True
         self.waits = bool(self._due) and not has_waited
@@ -243,7 +263,8 @@ class AdaptiveDepth:
         drafting = self._drafting(request)
         if drafting.depth:
             longest = max(drafting.longest, drafting.depth)
-            depth = min(drafting.depth + self._more_each * drafting.is_finding, longest, most)
+            depth = min(drafting.depth + self._more_each * drafting.is_finding, longest)
+            depth = min(max(depth, drafting.depth + self._further), most)
             drafting.is_finding = False
             depth = self._fitting(request, drafting, depth)
             self._num_asked += depth
@@ -260,9 +281,8 @@ class AdaptiveDepth:
         self.reading_seconds += read_seconds
         self._charged_reading += read_seconds
         self._depths.append(num_drafts)
-        drafting.is_trial = not drafting.depth
+        drafting.is_trial, drafting.saves_since = not drafting.depth, self._step
         if drafting.is_trial:
-            drafting.saves_since = self._step
             self._due.discard(request.request_id)
             self.waits = True  # the next step waits for the result of the trial
         else:
@@ -284,7 +304,7 @@ class AdaptiveDepth:
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
         """Note that this number of a request's drafts was verified, and that the first `num_held` of them held."""
         drafting = self._requests[request.request_id]
-        (chance,) = drafting.acceptance.rates(self._of_all.rates_of_all(1))
+        (chance,) = drafting.acceptance.rates(self._of_all.rates_of_all(1, PRIOR_WEIGHT_OF_ALL), self._prior_weight)
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
         self._num_news += 1
@@ -369,6 +389,7 @@ class AdaptiveDepth:
         if not due:
             return set()
         due.sort()
+        self._dearest = waiting + due[-1][0] + self._more_seconds([1])
         num_read = sum(seconds == 0.0 for seconds, _ in due)
         together = max(min(num_read, MOST_TRIALS), 1)
         for tried in (due[:together], *([each] for each in due[together:])):
@@ -384,8 +405,23 @@ class AdaptiveDepth:
         self._next_search = self._step + min(num_steps, SEARCH_STEPS)
         return set()
 
+    def _one_further(self, running: Sequence[Request], most: int) -> int:
+        """1 if all requests that draft should draft one more token in this step, to learn what such a step takes."""
+        depths = [depth for request in running if (depth := self._drafting(request).depth)]
+        further, num_running = [depth + 1 for depth in depths], self._num_running
+        size = size_of_step(num_running + sum(further))
+        last = self._last_steps.get(size, -FURTHER_STEPS)
+        is_known = size == size_of_step(num_running + sum(depths)) or self._step - last < FURTHER_STEPS
+        if is_known or self._has_prompts or sum(further) > min(most, len(self._seconds) - 1):
+            return 0
+        if self._credit < self._more_seconds(further) - self._more_seconds(depths):
+            return 0
+        self._next_look = self._step + 1
+        self._last_steps[size] = self._step  # also if a drafter finds fewer in the text
+        return 1
+
     def _own_savings(self, due: Sequence[tuple[float, str]]) -> float:
-        """The credit that these requests have added since their last trials, if as many requests ran as now."""
+        """The credit that these requests have added since their last drafts, if as many requests ran as now."""
         num_steps = sum(self._step - self._requests[request_id].saves_since for _, request_id in due)
         return num_steps / self._num_running * self._share * self._seconds[0]
 
@@ -439,9 +475,11 @@ class AdaptiveDepth:
             self._look([request.num_computed_tokens for request in requests], most_each, most)
         if 0 < self._chosen_for != len(requests):
             apart = max(self._credit - MOST_KEPT * self._seconds[0], 0.0)
-            self._credit, self._kept_apart = self._credit - apart, self._kept_apart + apart
+            most_apart = max(MOST_SAVED * self._seconds[0], self._dearest)
+            self._credit, self._kept_apart = self._credit - apart, min(self._kept_apart + apart, most_apart)
         known = [self._drafting(request) for request in requests]
-        prior = self._of_all.rates_of_all(most_each)
+        prior = self._of_all.rates_of_all(most_each, PRIOR_WEIGHT_OF_ALL)
+        self._prior_weight = prior_weight([each.acceptance for each in known], prior[0])
         depths, chances_of = self._best(requests, known, prior, 0.0)
         if self._credit > 0 and not any(depths):
             doubt = min(self._credit / (DOUBT_SAVED * self._seconds[0]), 1.0)
@@ -453,9 +491,12 @@ class AdaptiveDepth:
         least = min((row[depth - 1] for row, depth in zip(chances_of, depths, strict=True) if depth), default=2.0)
         self._depth_of_new = sum(chance >= least for chance in chances(prior)) if not self._reads_late else 0
         self._gain = self._gain_of(chances_of, depths)
-        was_on, self._most_depth, self._chosen_for = self._most_depth > 0, max(depths), len(requests)
+        most_before, was_on = self._most_depth, self._most_depth > 0
+        self._most_depth, self._chosen_for = max(depths), len(requests)
         if was_on != (self._most_depth > 0):
-            self._tell(len(requests), prior[0])
+            self._tell(self._log, len(requests), prior[0])
+        elif most_before != self._most_depth:
+            self._tell(self._log_of_depths, len(requests), prior[0])
 
     def _look(self, starts: Sequence[int], most_each: int, most: int) -> None:
         """Ask for the present times of steps."""
@@ -476,7 +517,9 @@ class AdaptiveDepth:
         self, requests: Sequence[Request], known: Sequence[_Drafting], prior: Sequence[float], doubt: float
     ) -> tuple[list[int], list[list[float]]]:
         """The best depths, and the chances from which they follow: higher by `doubt` standard deviations."""
-        chances_of = [[] if each.is_over else chances(each.acceptance.rates(prior, doubt)) for each in known]
+        chances_of = [
+            [] if each.is_over else chances(each.acceptance.rates(prior, self._prior_weight, doubt)) for each in known
+        ]
         stays_on = self._most_depth > 0 and len(requests) == self._chosen_for
         gain = self._hidden_share + (0.0 if stays_on else MIN_GAIN)
         depths = self._best_depths(chances_of, gain)
@@ -539,15 +582,16 @@ class AdaptiveDepth:
             return 0.0
         return self._draft_seconds(num_missed)
 
-    def _tell(self, num_requests: int, rate: float) -> None:
-        seconds = self._seconds
-        self._log.info(
+    def _tell(self, log: RateLimited, num_requests: int, rate: float) -> None:
+        seconds, most = self._seconds, self._most_depth
+        count = min(num_requests * max(most, 1), len(seconds) - 1)
+        log.info(
             "Drafts are %s with %d running requests: %.0f %% of the first drafts hold, and a step that takes %.3g ms "
             "takes %.3g ms with %d drafts.",
-            "on" if self._most_depth else "off",
+            f"on, up to {most} each," if most else "off",
             num_requests,
             100 * rate,
             1e3 * seconds[0],
-            1e3 * seconds[min(num_requests, len(seconds) - 1)],
-            min(num_requests, len(seconds) - 1),
+            1e3 * seconds[count],
+            count,
         )

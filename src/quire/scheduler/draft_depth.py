@@ -17,6 +17,9 @@ FIRST_RATE = 0.6  # the assumed rate of untried drafts: high enough to try them 
 # The gain in tokens per second from which on drafts are made. Two losses are not counted: the best of many estimated
 # chances is too good, by about 3 % with eight requests, and requests with drafts end one after the other, not together.
 MIN_GAIN = 0.04
+# The rate of all requests counts as this number of a request's own drafts: the most if requests are alike, the least if
+# they differ or if too little is known.
+LEAST_WEIGHT, MOST_WEIGHT = 8, 64
 
 
 class Acceptance:
@@ -24,15 +27,15 @@ class Acceptance:
 
     Args:
         memory: the number of drafts of a position that count in all.
-        weight: the prior rate counts as much as this number of drafts.
     """
 
-    __slots__ = ("_held", "_keep", "_tried", "_weight")
+    __slots__ = ("_held", "_keep", "_squares", "_tried")
 
-    def __init__(self, memory: float, weight: float) -> None:
-        self._keep, self._weight = 1 - 1 / memory, weight
+    def __init__(self, memory: float) -> None:
+        self._keep = 1 - 1 / memory
         self._held: list[float] = []
         self._tried: list[float] = []
+        self._squares = 0.0
 
     def add(self, num_drafts: int, num_held: int) -> None:
         """Add the result of one row: `num_drafts` drafts were verified, and the first `num_held` of them held."""
@@ -44,20 +47,33 @@ class Acceptance:
         for position in range(num_tried):
             held[position] = keep * held[position] + (position < num_held)
             tried[position] = keep * tried[position] + 1
+        if num_tried:
+            self._squares = keep * keep * self._squares + 1
 
     @property
     def num_tried(self) -> float:
         """First drafts that count now, at most `memory`."""
         return self._tried[0] if self._tried else 0.0
 
-    def rates(self, prior: Sequence[float], doubt: float = 0.0) -> list[float]:
+    @property
+    def num_held(self) -> float:
+        """Those of them that held."""
+        return self._held[0] if self._held else 0.0
+
+    @property
+    def squares(self) -> float:
+        """The sum of the squares of the weights with which first drafts count now."""
+        return self._squares
+
+    def rates(self, prior: Sequence[float], weight: float, doubt: float = 0.0) -> list[float]:
         """The acceptance rate of each position that `prior` has.
 
         Args:
             prior: the assumed rates.
+            weight: an assumed rate counts as much as this number of drafts.
             doubt: the rates are raised by this number of standard deviations.
         """
-        held, tried, weight = self._held, self._tried, self._weight
+        held, tried = self._held, self._tried
         known = [(h + weight * rate) / (t + weight) for h, t, rate in zip(held, tried, prior, strict=False)]
         rates = [*known, *prior[len(known) :]]
         if not doubt:
@@ -68,14 +84,42 @@ class Acceptance:
             for rate, count in zip(rates, counts, strict=False)
         ]
 
-    def rates_of_all(self, most: int) -> list[float]:
-        """The rates of `most` positions. The prior of a position is the rate of the position before it."""
-        rates, rate, weight = [], FIRST_RATE, self._weight
+    def rates_of_all(self, most: int, weight: float) -> list[float]:
+        """The rates of `most` positions. The prior of a position is the rate of the position before it.
+
+        Priors are forgotten as the oldest drafts are.
+
+        Args:
+            weight: a prior counts as much as this number of drafts, before it is forgotten.
+        """
+        rates, rate, keep = [], FIRST_RATE, self._keep
         for position in range(most):
             if position < len(self._tried):
-                rate = (self._held[position] + weight * rate) / (self._tried[position] + weight)
+                left = weight * (1 - self._tried[position] * (1 - keep))
+                rate = (self._held[position] + left * rate) / (self._tried[position] + left)
             rates.append(rate)
         return rates
+
+
+def prior_weight(requests: Sequence[Acceptance], rate: float) -> float:
+    """How much the rate of all requests says about each of them, in drafts of its own.
+
+    The rates of requests that are alike differ by chance only. First drafts count with weights, older ones with less.
+    Let t be the sum of these weights and s the sum of their squares. With weight w, the number of them that held
+    differs from t * rate by a variance of rate * (1 - rate) * (s + (t * t - s) / (w + 1)): the beta-binomial
+    distribution. The result is the weight that explains the squares of these differences together (method of moments).
+    One request alone cannot show that requests are alike.
+
+    Args:
+        rate: the acceptance rate of first drafts of all requests.
+    """
+    variance = rate * (1 - rate) * (1 - 1 / max(len(requests), 1))  # the requests are a part of the rate of all
+    expected, excess = 0.0, 0.0
+    for each in requests:
+        expected += (each.num_tried**2 - each.squares) * variance
+        excess += (each.num_held - each.num_tried * rate) ** 2 - each.squares * variance
+    weight = (1 + expected) / (1 / (LEAST_WEIGHT + 1) + max(excess, 0.0)) - 1  # if nothing is known, the least one
+    return min(max(weight, LEAST_WEIGHT), MOST_WEIGHT)
 
 
 def chances(rates: Sequence[float]) -> list[float]:

@@ -159,18 +159,17 @@ class Lanes:
 
     def fail(self, batches: list[ScheduledBatch], error: str, request_ids: Collection[str] = ()) -> list[RequestDelta]:
         """See Scheduler.fail. A step has the rows of all lanes, so a row of any lane may be to blame."""
-        rows = [
-            request
-            for lane, own in zip(self.lanes, batches[0].lanes, strict=True)
-            if own.request_ids
-            for request in lane.rows_of(own)
-        ]
-        guilty = culprits(rows, request_ids)
+        guilty = culprits(self.rows_of(batches[0]), request_ids)
         deltas: list[RequestDelta] = []
         for index, lane in enumerate(self.lanes):
             deltas += lane.end([request for request in guilty if request.request_id in lane], error)
             lane.void([batch.lanes[index] for batch in batches if batch.lanes[index].request_ids])
         return deltas
+
+    def rows_of(self, batch: ScheduledBatch) -> list[Request]:
+        """See Scheduler.rows_of."""
+        lanes = zip(self.lanes, batch.lanes, strict=True)
+        return [request for lane, own in lanes if own.request_ids for request in lane.rows_of(own)]
 
     def fail_waiting(self, adapter: str, error: str) -> list[RequestDelta]:
         raise AssertionError("resolve refuses adapters with lanes")

@@ -29,3 +29,13 @@ class Proposer(Protocol):
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended. It may be unknown here, and a later request may have the same id."""
         ...
+
+
+class NoDrafts:
+    """The Proposer of an engine without speculation."""
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        return ()
+
+    def forget(self, request_id: str) -> None:
+        """There is nothing to forget."""

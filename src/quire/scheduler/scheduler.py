@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+import sys
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -33,6 +34,7 @@ from quire.scheduler.progress import (
     settle,
     start_at,
 )
+from quire.scheduler.proposer import NoDrafts
 from quire.scheduler.queue import ORDER_KEYS, TURN_KEYS, Key, WaitingQueue
 from quire.scheduler.results import PromptLogprobs, append_tokens, delta_of
 from quire.scheduler.speculation import Speculation
@@ -80,7 +82,7 @@ class Scheduler:
         rope_switches_after: requests with more tokens than this use the other rotary table (longrope); None: there is
             one table.
         speculation: asks for drafts; None: there are no drafts.
-        adapters: decides which adapters run; None: no request has an adapter.
+        adapters: decides which adapters run; None: all of them may.
         room_within: predicts the room for prompts in a step, for `slo_itl`; None: there is no such target.
         clock: gives monotonic seconds.
         num_stages: the number of pipeline stages. If there are several, a request waits until its last token is known,
@@ -109,8 +111,6 @@ class Scheduler:
             raise ValueError(f"Unknown scheduling policy {policy!r}, expected one of {', '.join(ORDER_KEYS)}.")
         self.limits = limits
         self.kv = kv
-        self.speculation = speculation
-        self.adapters = adapters
         self._enable_chunked_prefill = enable_chunked_prefill
         self._rope_switches_after = rope_switches_after
         self._room_within = room_within
@@ -119,6 +119,8 @@ class Scheduler:
         self._num_schedulable = num_schedulable if num_stages == 1 else num_schedulable_alone
         self._clock = clock
         self._key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
+        self.speculation = speculation or Speculation(NoDrafts(), 0)
+        self.adapters = adapters or AdapterTurns(sys.maxsize, self._key, lambda digest: True)
         self._queue = WaitingQueue(policy)
         self._running: list[Request] = []  # in the order of service: the last request is the first to be preempted
         self._requests: dict[str, Request] = {}  # all requests that are not finished
@@ -216,8 +218,8 @@ class Scheduler:
         request.sequence = self._num_added
         self._num_added += 1
         self._requests[request.request_id] = request
-        if request.adapter is not None and self.adapters is not None:
-            self.adapters.wait(request)
+        self.adapters.wait(request)
+        if request.adapter is not None:
             is_ready = is_ready or partial(self.adapters.may_run, request)
         if is_ready is None:
             self._wait(request)
@@ -243,7 +245,7 @@ class Scheduler:
         names = self.limits.__dataclass_fields__.keys() & set(change.__struct_fields__)
         given = {name: value for name in names if (value := getattr(change, name)) is not None}
         self.limits = replace(self.limits, **given)
-        if change.spec_tokens is not None and self.speculation is not None:
+        if change.spec_tokens is not None:
             self.speculation.most = change.spec_tokens
 
     def reset_prefix_cache(self) -> None:
@@ -259,20 +261,17 @@ class Scheduler:
         request preempts nobody. If drafts pay (Speculation.waits), the next batch waits for the tokens of the batch in
         flight.
         """
-        if self.speculation is not None and self.speculation.waits and self._samples_in_flight():
+        if self.speculation.waits and self._samples_in_flight():
             return None
         step = _Step(ScheduledBatch(self._next_step_id), [])
         budget = self.limits.max_num_batched_tokens
-        if self.adapters is not None:
-            self.adapters.begin_step()
+        self.adapters.begin_step()
         self._queue_ready()
         if self._rope_switches_after is not None:
             self._take_back_lengthened(self._rope_switches_after)
-        num_drafts_left = 0
-        if self.speculation is not None:
-            num_drafts_left = self.speculation.begin_step(self._running, self._num_drafts(), self._num_prompt_tokens)
-            if self._in_flight and self.speculation.drafter_time is not None:
-                num_drafts_left = 0  # the worker would draft during the step in flight, and change that step's time
+        num_drafts_left = self.speculation.begin_step(self._running, self._num_drafts(), self._num_prompt_tokens)
+        if self._in_flight and self.speculation.drafter_time is not None:
+            num_drafts_left = 0  # the worker would draft during the step in flight, and change that step's time
 
         prompts: list[Request] = []
         num_answers_left = self._num_answers_of_batch()
@@ -376,9 +375,7 @@ class Scheduler:
                 force(request, max(num_taken - num_sampled, 0))
             if num_logits > 1:
                 end = min(end, request.num_tokens)  # accepted drafts may come after a stop
-                has_drafts = self._settle_drafts(request, row, num_logits - 1, result)
-            elif row in result.draft_failures and self.speculation is not None:
-                self.speculation.fail(request, result.draft_failures[row])
+                has_drafts = self.speculation.settle(request, row, num_logits - 1, result)
             if request.status is RUNNING and start // block_size != end // block_size:
                 self.kv.register_computed(request, start, end)
             if result.prompt_logprobs:
@@ -388,9 +385,7 @@ class Scheduler:
                 if has_drafts:
                     delta.drafts = num_logits - 1, max(num_sampled - 1, 0)
                 deltas.append(delta)
-        if self.speculation is not None and (result.draft_seconds or result.draft_error):
-            seconds = None if result.draft_error else result.draft_seconds
-            self.speculation.settle_drafter(seconds, batch.draft_token_ids)
+        self.speculation.end_step(batch, result)
         self._drop_stopped()
         return deltas
 
@@ -431,7 +426,6 @@ class Scheduler:
 
     def fail_waiting(self, adapter: str, error: str) -> list[RequestDelta]:
         """End the requests that wait for this adapter."""
-        assert self.adapters is not None
         deltas = []
         for request in self.adapters.waiting_for(adapter):
             self._finish(request, "error", error)
@@ -442,7 +436,7 @@ class Scheduler:
 
     def _room_beside_batch(self, batch: ScheduledBatch) -> StepRoom | None:
         """The room for prompts beside the decodes of a batch and their drafts: see `_room_beside`."""
-        seconds = 0.0 if self.speculation is None else self.speculation.drafter_seconds(batch.draft_token_ids)
+        seconds = self.speculation.drafter_seconds(batch.draft_token_ids)
         rows = batch.num_computed_tokens, batch.num_scheduled_tokens
         return self._room_beside(*rows, sum(batch.num_logits), seconds)
 
@@ -601,7 +595,6 @@ class Scheduler:
 
         Drafts must not cause a preemption. So there are none unless each running request could get a free block.
         """
-        assert self.speculation is not None
         if request.num_in_flight_tokens or not request.output_token_ids:
             return ()
         most = min(most, request.max_tokens - len(request.output_token_ids) - 1)
@@ -615,20 +608,6 @@ class Scheduler:
             return ()
         self.speculation.take(request, len(drafts))
         return drafts
-
-    def _settle_drafts(self, request: Request, row: int, num_drafts: int, result: StepResult) -> bool:
-        """Take in the tokens of a row that had places for drafts. Returns whether drafts were made there."""
-        assert self.speculation is not None
-        if (failure := result.draft_failures.get(row)) is not None:
-            self.speculation.fail(request, failure)
-        elif result.draft_error:
-            self.speculation.fail_for_now(request, num_drafts, result.draft_error)
-        elif row in result.unread:
-            self.speculation.read_later(request, result.unread[row])
-        else:
-            self.speculation.settle(request, num_drafts, max(len(result.token_ids[row]) - 1, 0))
-            return True
-        return False
 
     def _add_prompt(self, step: _Step, request: Request, count: int) -> int:
         """Put `count` tokens of a prompt into the step, or fewer if its time does not allow them. Returns their
@@ -692,7 +671,7 @@ class Scheduler:
             running = chain(self._running, *(other._running for other in self.others))
             if request.num_in_flight_steps > 0 or not may_join(request, running):
                 return None
-            if request.adapter is not None and self.adapters is not None and not self.adapters.may_run(request):
+            if not self.adapters.may_run(request):
                 self._queue.remove(request)
                 self._deferred[request] = partial(self.adapters.may_run, request)
                 continue
@@ -718,12 +697,13 @@ class Scheduler:
     def _cached_prefix(self, request: Request) -> Prefix:
         """The prefix of a request in the prefix cache. It is empty if the request must not read the cache.
 
-        A fork may read it: the first continuation, which may have ended, has computed the prompt anew.
+        A fork may read it: the first continuation, which may have ended, has computed the prompt anew. So may a request
+        with output, which has computed its prompt anew: its prompt logprobs came with the first token.
         """
         params = request.sampling_params
         is_skipped = params.skip_reading_prefix_cache and request.fork_of is None
-        is_read = params.prompt_logprobs is None and not is_skipped
-        return self.kv.find_cached_prefix(request) if is_read else NO_PREFIX
+        is_anew = (params.prompt_logprobs is not None or is_skipped) and not request.output_token_ids
+        return NO_PREFIX if is_anew else self.kv.find_cached_prefix(request)
 
     def _admit(self, step: _Step, request: Request, prefix: Prefix) -> bool:
         """Start a waiting request if there are free blocks for all its known tokens.
@@ -734,12 +714,10 @@ class Scheduler:
         if copies is None:
             return False
         self._queue.remove(request)
-        if request.adapter is not None and self.adapters is not None:
-            self.adapters.start(request)
+        self.adapters.start(request)
         request.status = RUNNING
         start_at(request, prefix.num_tokens)
-        if self.speculation is not None:
-            self.speculation.admit(request, prefix.num_tokens)
+        self.speculation.admit(request, prefix.num_tokens)
         insort(self._running, request, key=self._key)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._clock()
@@ -789,13 +767,11 @@ class Scheduler:
     def _take_back(self, request: Request, status: RequestStatus) -> None:
         """Free the blocks of a running request. It returns to its place in the queue, and is computed again later."""
         self.kv.free(request)
-        if request.adapter is not None and self.adapters is not None:
-            self.adapters.stop(request)
+        self.adapters.stop(request)
         request.status = status
         start_at(request, 0)
         self._removed.append(request.request_id)
-        if request.adapter is not None and self.adapters is not None:
-            self.adapters.wait(request)
+        self.adapters.wait(request)
         self._wait(request)
 
     def _choose_rope(self, request: Request) -> None:
@@ -835,23 +811,20 @@ class Scheduler:
         self, request: Request, reason: FinishReason, error: str | None = None, error_code: str | None = None
     ) -> None:
         """End a request, and free its blocks at once. A running request stays in `_running` until `_drop_stopped`."""
-        if request.adapter is not None and self.adapters is not None:
-            if request.status is RUNNING:
-                self.adapters.stop(request)
-            else:
-                self.adapters.leave(request)
         if request.status is RUNNING:
+            self.adapters.stop(request)
             self.kv.free(request)
             self._removed.append(request.request_id)
-        elif self._deferred.pop(request, None) is None:
-            self._queue.remove(request)
+        else:
+            self.adapters.leave(request)
+            if self._deferred.pop(request, None) is None:
+                self._queue.remove(request)
         request.status = FINISHED
         request.finish_reason = reason
         request.error, request.error_code = error, error_code
         del self._requests[request.request_id]
         self._prompt_logprobs.drop(request)
-        if self.speculation is not None:
-            self.speculation.forget(request.request_id)
+        self.speculation.forget(request.request_id)
 
     def _answer(
         self, request: Request, row: int, token_ids: list[int], reason: FinishReason | None, result: StepResult

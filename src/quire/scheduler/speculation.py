@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from quire.logs import RateLimited, get_logger
 from quire.request import Request
+from quire.schedule import ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.proposer import Proposer
 
@@ -128,8 +129,7 @@ class Speculation:
         try:
             drafts = self._proposer.propose(request, depth)[:depth]
         except Exception as error:  # any error only costs drafts: the request does not need them
-            logger.debug("drafting failed", exc_info=error)
-            self.fail(request, f"The drafter failed ({type(error).__name__})")
+            self.fail(request, f"The drafter failed ({type(error).__name__})", error)
             return ()
         if drafts and self._vocab_size is not None and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
             self.fail(request, f"The drafter chose {list(drafts)}, and the model has {self._vocab_size} tokens")
@@ -141,17 +141,26 @@ class Speculation:
         if self._adaptive is not None:
             self._adaptive.drafted(request, num_drafts)
 
-    def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
-        """Take in the result of a row with drafts: the first `num_held` of them equal the target's samples."""
-        self._counts.add(num_drafts, num_held)
-        self._errors.pop(request.request_id, None)
-        if self._adaptive is not None:
-            self._adaptive.settle(request, num_drafts, num_held)
+    def settle(self, request: Request, row: int, num_drafts: int, result: StepResult) -> bool:
+        """Take in the result of a row that had `num_drafts` places for drafts. Returns whether drafts were made there.
 
-    def read_later(self, request: Request, num_unread: int) -> None:
-        """Note that the worker made no drafts for a request, because its drafter must first read this many tokens."""
-        if self._adaptive is not None:
-            self._adaptive.read_later(request, num_unread)
+        As many drafts held as the row has tokens before its last one.
+        """
+        if row in result.draft_failures:
+            self.fail(request, result.draft_failures[row])
+        elif result.draft_error:
+            self._fail_for_now(request, num_drafts, result.draft_error)
+        elif row in result.unread:
+            if self._adaptive is not None:
+                self._adaptive.read_later(request, result.unread[row])
+        else:
+            num_held = max(len(result.token_ids[row]) - 1, 0)
+            self._counts.add(num_drafts, num_held)
+            self._errors.pop(request.request_id, None)
+            if self._adaptive is not None:
+                self._adaptive.settle(request, num_drafts, num_held)
+            return True
+        return False
 
     def drafter_seconds(self, drafts: Sequence[Sequence[int]]) -> float:
         """The predicted time of the worker's drafter for the step that is being made."""
@@ -160,23 +169,30 @@ class Speculation:
         seconds = 0.0 if self._adaptive is None else self._adaptive.reading_seconds
         return seconds + self.drafter_time.of_step([len(row) for row in drafts])
 
-    def settle_drafter(self, seconds: float | None, drafts: Sequence[Sequence[int]]) -> None:
-        """Note how long the worker's drafter took for the drafts of a step; None: it raised, so its time is unknown."""
-        depths = [len(row) for row in drafts]
+    def end_step(self, batch: ScheduledBatch, result: StepResult) -> None:
+        """Note how long the worker's drafter took for the drafts of a step. If it raised, its time is unknown."""
+        if not (result.draft_seconds or result.draft_error):
+            return
+        seconds = None if result.draft_error else result.draft_seconds
+        depths = [len(row) for row in batch.draft_token_ids]
         if self._adaptive is not None:
             self._adaptive.settle_drafter(seconds, depths)
         elif self.drafter_time is not None and seconds is not None:
             self.drafter_time.observe(seconds, depths)
 
-    def fail(self, request: Request, why: str) -> None:
-        """Let the request go on without drafts, because the drafter cannot draft for it."""
+    def fail(self, request: Request, why: str, error: Exception | None = None) -> None:
+        """Let the request go on without drafts, because the drafter cannot draft for it.
+
+        Args:
+            error: what the drafter raised in this process; its traceback is logged. None: it raised nothing here.
+        """
         if request.request_id in self._stopped:
             return
         self._stop(request)
         self._counts.num_failures += 1
-        self._failure_log.warning("Request %s goes on without drafts: %s", request.request_id, why)
+        self._failure_log.warning("Request %s goes on without drafts: %s", request.request_id, why, error=error)
 
-    def fail_for_now(self, request: Request, num_drafts: int, why: str) -> None:
+    def _fail_for_now(self, request: Request, num_drafts: int, why: str) -> None:
         """Let the request wait before its next draft. The drafter raised in a step with `num_drafts` places for it."""
         errors = self._errors.setdefault(request.request_id, _Errors())
         errors.count += 1
@@ -191,10 +207,18 @@ class Speculation:
             self._adaptive.settle(request, num_drafts, 0)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended. Unknown ids are allowed."""
+        """Forget a request that has ended. Unknown ids are allowed.
+
+        If the drafter cannot forget it, a later request with this id has no drafts: it could get those of this one.
+        """
         self._stopped.discard(request_id)
         self._errors.pop(request_id, None)
-        self._proposer.forget(request_id)
+        try:
+            self._proposer.forget(request_id)
+        except Exception as error:  # nobody needs the drafter: the engine goes on
+            self._stopped.add(request_id)
+            self._counts.num_failures += 1
+            self._failure_log.warning("The drafter could not forget request %s", request_id, error=error)
         if self._adaptive is not None:
             self._adaptive.forget(request_id)
 

@@ -261,7 +261,7 @@ def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages, memory: 
 
     seqs, budget, length = schedule.max_num_seqs, schedule.max_num_batched_tokens, form.max_model_len
     block = form.block_size
-    logits = shown_bytes(logits_bytes(model, seqs))
+    logits = shown_bytes(logits_bytes(model, seqs, resolved.device.device))
     work = shown_bytes(memory.work_bytes - memory.logits_bytes)
     costs = {
         "max_num_seqs": f"{2 * seqs}: {logits} more work memory, and each of more running requests gets fewer tokens/s",

@@ -39,6 +39,10 @@ class Event(Protocol):
 class Download(Protocol):
     """Tensors on their way to the host."""
 
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once, or raises at once because the device has failed."""
+        ...
+
     def wait(self) -> Iterator[Tensor]:
         """Wait for the tensors. They come in the order in which they were given. Call it only once.
 
@@ -102,6 +106,9 @@ class _OnHost:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
 
+    def is_done(self) -> bool:
+        return True
+
     def wait(self) -> Iterator[Tensor]:
         return iter(self._tensors)
 
@@ -142,6 +149,10 @@ class Accelerator(Device, Protocol):
             store: a store of torch.distributed, where the ranks find each other.
             limit: the time after which the backend may end the process, because another rank has not come.
         """
+        ...
+
+    def check(self) -> None:
+        """Raise EngineDeadError if the device has failed, without waiting. Any thread may call it, but for captures."""
         ...
 
     def release(self) -> int:
@@ -219,6 +230,12 @@ class Cuda:
         options._timeout = limit
         return _distributed.ProcessGroupNCCL(store, rank, size, options)
 
+    def check(self) -> None:
+        try:
+            _cuda.current_stream(self.device).query()
+        except torch.AcceleratorError as error:
+            raise device_failed(error) from error
+
     def synchronize(self) -> None:
         try:
             _cuda.synchronize(self.device)
@@ -227,9 +244,15 @@ class Cuda:
 
 
 class _CudaDownload:
-    def __init__(self, copied: Event, on_host: list[Tensor], sources: Sequence[Tensor]) -> None:
+    def __init__(self, copied: Any, on_host: list[Tensor], sources: Sequence[Tensor]) -> None:
         self._copied, self._on_host = copied, on_host
         self._sources: Sequence[Tensor] = sources  # kept so that their memory is not used again before it is copied
+
+    def is_done(self) -> bool:
+        try:
+            return bool(self._copied.query())
+        except torch.AcceleratorError:
+            return True
 
     def wait(self) -> Iterator[Tensor]:
         try:

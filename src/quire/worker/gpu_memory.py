@@ -75,14 +75,16 @@ class OnGpu:
         self._accelerator.release()
         free_bytes, total_bytes = self._accelerator.memory()
         num_tokens, seconds = work.largest_step
-        further = logits_bytes(model.config, settings.num_logits_rows - settings.max_num_seqs)  # the step had fewer
+        logits = logits_bytes(model.config, settings.num_logits_rows, "cuda")
+        # The step had fewer rows.
+        further = logits_bytes(model.config, settings.num_logits_rows - settings.max_num_seqs, "cuda")
         memory = MemoryFacts(
             total_bytes=total_bytes,
             free_bytes=free_bytes,
             weight_bytes=model.weight_bytes() + drafter_bytes,
             drafter_weight_bytes=drafter_bytes,
             work_bytes=work.step_bytes + work.graph_bytes + further + settings.hidden_bytes(model.config),
-            logits_bytes=logits_bytes(model.config, settings.num_logits_rows),
+            logits_bytes=logits,
             work_detail=f"{work.step_bytes:,} in a step of {num_tokens} tokens, {work.graph_bytes:,} in graphs",
         )
         return Measured(memory, num_tokens, Lap(seconds))

@@ -55,7 +55,7 @@ class OnHost:
         if drafter is not None:
             buffer_bytes = max(buffer_bytes, _measure_step(drafter, settings.of_drafter(), self._ranks)[0])
             drafter_bytes, mapped_bytes = drafter.weight_bytes(), mapped_bytes + drafter.mapped_bytes
-        logits = logits_bytes(model.config, settings.num_logits_rows)
+        logits = logits_bytes(model.config, settings.num_logits_rows, "cpu")
         num_ranks = 1 if self._ranks is None else self._ranks.grid.num_local
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes() // num_ranks,

@@ -300,20 +300,10 @@ class InputBatch:
             parameters: Sampler.host_parameters of the rows of logits.
             pad_to: the size to which the step is padded; None: it is not padded.
         """
-        rows_S, starts_S, lens_S = step.rows_S, step.starts_S, step.lens_S
-        num_rows = len(rows_S)
-        ends_S = starts_S + lens_S
-        cu_S = np.cumsum(lens_S, dtype=np.int32)
-        num_tokens = int(cu_S[-1]) if num_rows else 0
-        if num_tokens == num_rows:  # each row has one token
-            row_T, positions_T = rows_S, starts_S
-        else:
-            row_T = np.repeat(rows_S, lens_S)
-            positions_T = np.arange(num_tokens) - np.repeat(cu_S - lens_S - starts_S, lens_S)
-        block_T, offsets_T = np.divmod(positions_T, self.block_size)
-        pages_T = (table_CM[row_T, block_T].astype(np.int64) for table_CM in self.block_tables_NCM)
-        slots_T = [self._slots(page_T, offsets_T) for page_T in pages_T]
-
+        rows_S, lens_S = step.rows_S, step.lens_S
+        ends_S, cu_S = step.starts_S + lens_S, np.cumsum(lens_S, dtype=np.int32)
+        num_rows, num_tokens = len(rows_S), int(cu_S[-1]) if len(cu_S) else 0
+        row_T, positions_T = self._tokens(step, cu_S, num_tokens)
         arrays = self._arrays
         arrays.begin()
         width_T, width_S = (num_tokens, num_rows) if pad_to is None else (pad_to.tokens, pad_to.rows)
@@ -326,7 +316,7 @@ class InputBatch:
 
         token_ids = put(self.token_ids[row_T, positions_T + step.ahead], width_T, np.int64)
         positions = put(positions_T + self.rope_offsets[row_T], width_T, np.int64)
-        slots = [put(of_table_T, width_T, np.int64, -1) for of_table_T in slots_T]
+        slots = [put(slots_T, width_T, np.int64, -1) for slots_T in self._slots(row_T, positions_T)]
         rows = put(rows_S, width_S, np.int64)
         seq_lens = put(ends_S, width_S, np.int32)
         sums, cu_seqlens = arrays.array(width_S + 1, np.int32)
@@ -360,12 +350,27 @@ class InputBatch:
         arrays.send()
         return staged
 
-    def _slots(self, pages_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The slots of these tokens in this rank's cache; -1: another rank has the page of the token."""
-        if self._pages.num_owners == 1:
-            return pages_T * self.block_size + offsets_T
-        own_T, owners_T = np.divmod(pages_T, self._pages.num_owners)
-        return np.where(owners_T == self._pages.owner, own_T * self.block_size + offsets_T, -1)
+    @staticmethod
+    def _tokens(
+        step: StepRows, cu_S: NDArray[np.int32], num_tokens: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The row and the position of each token of a step. `cu_S`: the sums of `lens_S`."""
+        if num_tokens == len(cu_S):  # each row has one token
+            return step.rows_S, step.starts_S
+        firsts_S = cu_S - step.lens_S
+        positions_T = np.arange(num_tokens) - np.repeat(firsts_S - step.starts_S, step.lens_S)
+        return np.repeat(step.rows_S, step.lens_S), positions_T
+
+    def _slots(self, row_T: NDArray[np.int64], positions_T: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """For each block table, the slots of these tokens in this rank's cache; -1: another rank has the page."""
+        block_T, offsets_T = np.divmod(positions_T, self.block_size)
+        for table_CM in self.block_tables_NCM:
+            pages_T = table_CM[row_T, block_T].astype(np.int64)
+            if self._pages.num_owners == 1:
+                yield pages_T * self.block_size + offsets_T
+                continue
+            own_T, owners_T = np.divmod(pages_T, self._pages.num_owners)
+            yield np.where(owners_T == self._pages.owner, own_T * self.block_size + offsets_T, -1)
 
     def forward_batch(
         self, staged: StagedStep, caches: list[LayerCache], hidden_TD: Tensor | None = None

@@ -32,10 +32,10 @@ class LiveBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not any(each.alias_info for each in func._schema.returns):  # a view, or a tensor that was written to
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, Tensor):
-                    self._count(tensor.untyped_storage())
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        for tensor in tree_leaves(result):  # a view, and a tensor that was written to, have the memory of an argument
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                self._count(tensor.untyped_storage())
         return result
 
     def _count(self, storage: UntypedStorage) -> None:

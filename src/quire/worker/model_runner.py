@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from quire.distributed.group import Ranks
 from quire.formats.kv_groups import kv_groups, pages_alone
 from quire.forward_batch import LaneRows
 from quire.kernels import gpu
-from quire.logs import get_logger
 from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.sampling.following import SharedSampler
@@ -30,10 +29,11 @@ from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens, SampledTokens, Sampler
 from quire.sampling.sharded import ShardedSampler
 from quire.sampling_params import SamplingParams
-from quire.schedule import UNDRAFTED, NewRow, ScheduledBatch, StepResult, StepTokens
+from quire.schedule import NewRow, ScheduledBatch, StepResult, StepTokens
 from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
-from quire.worker.drafter import ANY_TOKEN, Drafted, Drafter
+from quire.worker.drafter import Drafter
+from quire.worker.drafting import Drafting
 from quire.worker.drafts import Drafts, Verify, verify
 from quire.worker.expert_balancer import ExpertBalancer
 from quire.worker.expert_use import ExpertCounter
@@ -41,17 +41,9 @@ from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import ExpectedTokens, InputBatch, StagedStep, StepRows
 from quire.worker.kv_cache import PagedCache
 
-logger = get_logger(__name__)
-
 # The most prompt positions that get logits at once. It limits the scratch memory [X, V], float32: 64 x 152k x 4 bytes
 # are 39 MB.
 PROMPT_LOGPROBS_CHUNK = 64
-
-
-def _failed(counts: Sequence[int], error: Exception) -> Drafted:
-    """The answer of a drafter that raised an error: no drafts. The error is logged and needs no other action."""
-    logger.warning("The drafter failed: %s", error, exc_info=error)
-    return Drafted([[ANY_TOKEN] * count for count in counts], error=f"The drafter failed ({type(error).__name__})")
 
 
 @dataclass(slots=True)
@@ -94,6 +86,10 @@ class PendingStep:
         self.marks = marks  # the marks before the forward pass, after it, and after sampling
         self.is_done = False
         self.error: Exception | None = None
+
+    def is_computed(self) -> bool:
+        """Whether the device has computed this step, or has failed: `result` does not wait for it."""
+        return self.is_done or self.download.is_done()
 
     def result(self) -> StepResult:
         """Wait for this step and for all earlier steps. Raises EngineDeadError if the device has failed."""
@@ -146,12 +142,17 @@ class ModelRunner:
             self.sampler = ShardedSampler(state, logprobs_mode, self._group)
         else:
             self.sampler = SharedSampler(state, logprobs_mode, self._group, model.config.vocab_share)
-        self._has_logits, self._is_alone = ranks is None or ranks.samples, ranks is None
+        self._has_logits = ranks is None or ranks.samples
         self._is_last_stage = ranks is None or ranks.behind is None
         # Steps whose tokens another stage samples, oldest first: the step's number, and the places of its tokens.
         self._untold: deque[tuple[int, ExpectedTokens]] = deque()
         self.device = device
-        self.drafter = drafter
+        self.drafting: Drafting | None = None
+        if drafter is not None:
+            alone, vocab_size = ranks is None, model.config.vocab_size
+            self.drafting = Drafting(
+                drafter, input_batch, device, vocab_size, is_alone=alone, learn_tokens=self._finish_all
+            )
         behind = None if ranks is None else ranks.behind
         self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured, behind)
         self._in_flight: deque[PendingStep] = deque()
@@ -209,8 +210,8 @@ class ModelRunner:
             self._learn_tokens(batch.tokens_before)
         inputs.apply(batch)
         self.cache.copy_pages(batch.block_copies, self._group)
-        if self.drafter is not None:
-            batch = self._drafted(batch, self.drafter, result)
+        if self.drafting is not None:
+            batch = self.drafting.fill(batch, result)
         step = inputs.step_rows(batch)
         sampling, drafts = step.sampling_R, step.drafts
         rows = step.rows_S[sampling]
@@ -221,7 +222,7 @@ class ModelRunner:
         result.prepare_seconds = time.perf_counter() - started - result.draft_seconds
         masks = None
         if inputs.sampling.grammars and not device.runs_ahead:
-            self._finish(len(self._in_flight))  # computed already: the grammars learn their tokens
+            self._finish_all()  # computed already: the grammars learn their tokens
             masks = self.sampler.start_masks(sampled_rows, before)
         start, num_captured = device.mark(), self.forward_pass.num_captured
         hidden_TD = self.forward_pass.hidden(staged)
@@ -233,7 +234,7 @@ class ModelRunner:
             logits_RV = self.forward_pass.logits(staged, hidden_TD, owners_R, is_joined)
             forwarded = device.mark()
             if inputs.sampling.needs_tokens(sampled_rows):
-                self._finish(len(self._in_flight))  # the forward pass goes on meanwhile
+                self._finish_all()  # the forward pass goes on meanwhile
             launched.tokens = self.sampler.launch(logits_RV, sampled_rows, staged.parameters, before, masks)
             launched.expected = inputs.expect_tokens(staged, step, launched.tokens.token_ids_R)
         else:
@@ -245,8 +246,8 @@ class ModelRunner:
             launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step, staged))
         marks = (start, forwarded, device.mark())
         pending = PendingStep(self, result, launched, device.download(launched.tensors()), marks)
-        if self.drafter is not None and len(step.rows_S):
-            self._learn(self.drafter, step, result)
+        if self.drafting is not None and len(step.rows_S):
+            self.drafting.learn(step, result)
         return pending
 
     def _learn_tokens(self, steps: Sequence[StepTokens]) -> None:
@@ -256,54 +257,6 @@ class ModelRunner:
                 step_id, expected = self._untold.popleft()
                 if step_id == told.step_id:
                     self.input_batch.learn_step(expected, told.token_ids)
-
-    def _learn(self, drafter: Drafter, step: StepRows, result: StepResult) -> None:
-        try:
-            drafter.learn(step)
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:  # any error only costs drafts, as in _drafted
-            if not self._is_alone:
-                raise
-            self.device.synchronize()
-            result.draft_error = _failed((), error).error
-
-    def _drafted(self, batch: ScheduledBatch, drafter: Drafter, result: StepResult) -> ScheduledBatch:
-        """The batch with drafts in place of UNDRAFTED. The drafts are written to the rows too.
-
-        The host must know the drafts before they are verified. So on a GPU this waits, once per step.
-        """
-        drafter.follow(batch)
-        asked = [position for position, drafts in enumerate(batch.draft_token_ids) if UNDRAFTED in drafts]
-        if not asked:
-            return batch
-        self._finish(len(self._in_flight))
-        started = time.perf_counter()
-        rows = [self.input_batch.row_of[batch.request_ids[position]] for position in asked]
-        counts = [len(batch.draft_token_ids[position]) for position in asked]
-        try:
-            drafted = drafter.draft(rows, counts)
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:  # any error only costs drafts: the target does not need them
-            if not self._is_alone:  # ranks that draft together must leave the step together
-                raise
-            self.device.synchronize()  # raises if the error is a failure of the device
-            drafted = _failed(counts, error)
-        vocab_size = self.model.config.vocab_size
-        for index, token_ids in enumerate(drafted.token_ids):
-            if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-                drafted.failures[index] = f"The drafter chose {token_ids}, and the model has {vocab_size} tokens"
-                drafted.token_ids[index] = [ANY_TOKEN] * len(token_ids)
-        draft_token_ids = list(batch.draft_token_ids)
-        for position, row, token_ids in zip(asked, rows, drafted.token_ids, strict=True):
-            draft_token_ids[position] = token_ids
-            self.input_batch.place_drafts(row, token_ids)
-        result.draft_error = drafted.error
-        result.draft_failures = {asked[index]: why for index, why in drafted.failures.items()}
-        result.unread = {asked[index]: count for index, count in drafted.unread.items()}
-        result.draft_seconds = time.perf_counter() - started
-        return replace(batch, draft_token_ids=draft_token_ids)
 
     @torch.inference_mode()
     def sequence_logits(self, token_ids: list[int], step_tokens: int) -> Iterator[Tensor]:
@@ -359,21 +312,25 @@ class ModelRunner:
     def finish_until(self, pending: PendingStep) -> None:
         """Take in the results of all steps up to this one."""
         while not pending.is_done:
-            self._finish(1)
+            self._finish_oldest()
 
-    def _finish(self, count: int) -> None:
-        """Take in the results of the oldest steps in flight."""
-        for _ in range(count):
-            pending = self._in_flight.popleft()
-            pending.is_done = True
-            try:
-                on_host = pending.download.wait()
-                self._take_in(pending.step_result, pending.launched, on_host)
-                start, forwarded, sampled = pending.marks
-                pending.step_result.forward_seconds = self.device.seconds_between(start, forwarded)
-                pending.step_result.sample_seconds = self.device.seconds_between(forwarded, sampled)
-            except Exception as error:  # the error belongs to this step, although another one may be waited for
-                pending.error = error
+    def _finish_all(self) -> None:
+        """Take in the results of all steps in flight."""
+        while self._in_flight:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Take in the result of the oldest step in flight."""
+        pending = self._in_flight.popleft()
+        pending.is_done = True
+        try:
+            on_host = pending.download.wait()
+            self._take_in(pending.step_result, pending.launched, on_host)
+            start, forwarded, sampled = pending.marks
+            pending.step_result.forward_seconds = self.device.seconds_between(start, forwarded)
+            pending.step_result.sample_seconds = self.device.seconds_between(forwarded, sampled)
+        except Exception as error:  # the error belongs to this step, although another one may be waited for
+            pending.error = error
 
     def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:
         if launched.tokens is not None and launched.expected is not None:

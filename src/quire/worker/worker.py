@@ -185,8 +185,9 @@ class DeviceWorker:
             if self.runner.balancer is not None:
                 self.runner.balancer.begin_step()
             pending = self._launch(batch)
+        is_committed = ranks.is_committed
         ranks.end_step()
-        return _StepOfRank(pending, ranks, start, ranks.waited_seconds - waited)
+        return _StepOfRank(pending, ranks, start, ranks.waited_seconds - waited, is_committed=is_committed)
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
         with nullcontext() if self.adapters is None else self.adapters.beside_step():
@@ -203,6 +204,19 @@ class DeviceWorker:
         while len(self._behind) >= self.settings.steps_in_flight:
             self._behind.popleft().result()
         return StepResult(batch.step_id, [], ranks=step.ranks())
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are steps that `execute` did not wait for."""
+        return bool(self._behind)
+
+    def catch_up(self) -> None:
+        """Take in the steps that `execute` did not wait for, if the device has computed them by now.
+
+        Raises EngineDeadError if the device has failed. The other ranks know it then.
+        """
+        while self._behind and self._behind[0].is_computed():
+            self._behind.popleft().result()
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -232,16 +246,18 @@ class DeviceWorker:
             if ranks is None:
                 raise
             try:
-                ranks.check()  # the failure of another rank explains all other errors
+                _check_others(ranks)
             except GroupError as lost:
                 ranks.fail()
                 raise _lost(ranks, phase, lost) from error
-            if not in_step or not _may_leave(ranks, error):
+            if not in_step:
                 ranks.fail()
-                if not in_step or isinstance(error, EngineDeadError):
+                raise
+            if not _may_leave(ranks, error):
+                ranks.fail(dead := _dead(ranks, error))
+                if dead is error:
                     raise
-                what = f"{type(error).__name__}: {error}"
-                raise EngineDeadError(f"Rank {ranks.rank} of {ranks.grid.size} failed in a step: {what}") from error
+                raise dead from error
             try:
                 ranks.leave_step()
             except GroupError as lost:
@@ -266,7 +282,9 @@ class DeviceWorker:
         self.adapters.drop(digest)
 
     def check_alive(self) -> None:
-        """There is nothing to check: the worker is in this process."""
+        """See Worker. The process is this one, but its device may have failed while nobody waited for it."""
+        if self._ranks is not None and self._ranks.own_failure is not None:
+            raise self._ranks.own_failure
 
     def describe(self) -> str:
         rank, size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.grid.size)
@@ -293,14 +311,20 @@ class _StepOfRank:
     Args:
         start: the time at which it began, on the clock of time.perf_counter.
         waited: the seconds that its launch has waited for other ranks.
+        is_committed: see Group. Then the results of all ranks belong together, and an error ends all of them.
     """
 
-    def __init__(self, pending: PendingStep, ranks: Ranks, start: float, waited: float) -> None:
+    def __init__(self, pending: PendingStep, ranks: Ranks, start: float, waited: float, *, is_committed: bool) -> None:
         self._pending, self._ranks, self._start, self._waited = pending, ranks, start, waited
+        self._is_committed = is_committed
 
     def ranks(self) -> tuple[tuple[float, float], ...]:
         """See StepResult.ranks, until now."""
         return ((time.perf_counter() - self._start, self._waited),)
+
+    def is_computed(self) -> bool:
+        """See PendingStep."""
+        return self._pending.is_computed()
 
     def result(self) -> StepResult:
         try:
@@ -313,14 +337,18 @@ class _StepOfRank:
         return result
 
     def _say(self, error: Exception) -> None:
-        """Tell the other ranks about a device that has failed. Raises EngineDeadError if another rank has failed."""
+        """Tell the other ranks about an error that ends all of them. Raises EngineDeadError for one of another kind."""
         try:
-            self._ranks.check()  # it explains all other errors
+            _check_others(self._ranks)
         except GroupError as lost:
             self._ranks.fail()
             raise _lost(self._ranks, "a step", lost) from error
-        if isinstance(error, EngineDeadError):
-            self._ranks.fail()
+        if isinstance(error, GroupError):  # this rank had failed in other work
+            raise _lost(self._ranks, "a step", error) from error
+        if isinstance(error, EngineDeadError) or self._is_committed:
+            self._ranks.fail(dead := _dead(self._ranks, error))
+            if dead is not error:
+                raise dead from error
 
 
 def _sharing(ranks: Ranks | None, num_kv_owners: int) -> Sharing:
@@ -333,7 +361,24 @@ def _sharing(ranks: Ranks | None, num_kv_owners: int) -> Sharing:
     return Sharing(group=ranks.group, before=ranks.before, dispatch=dispatch, num_kv_owners=num_kv_owners)
 
 
+def _check_others(ranks: Ranks) -> None:
+    """Raise GroupError if another rank has failed, which explains all errors of this one."""
+    if ranks.own_failure is None:
+        ranks.check()
+
+
+def _dead(ranks: Ranks, error: Exception) -> EngineDeadError:
+    """The error with which the engine ends."""
+    if isinstance(error, EngineDeadError):
+        return error
+    what = f"{type(error).__name__}: {error}"
+    return EngineDeadError(f"Rank {ranks.rank} of {ranks.grid.size} failed in a step: {what}")
+
+
 def _lost(ranks: Ranks | None, phase: str, error: Exception) -> EngineDeadError:
+    """The error of a rank that cannot go on because another one has failed, or because it had failed itself."""
+    if ranks is not None and ranks.own_failure is not None:
+        return ranks.own_failure
     what = f"Rank {0 if ranks is None else ranks.rank} cannot go on with {phase}: {error}"
     late = ranks.failing.failed_rank if ranks is not None and isinstance(error, RankLate) else None
     if ranks is None or late is None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels import gpu, reference
-from quire.kernels.lora import LoraTable, add_lora, pack_delta
+from quire.kernels.lora import LoraTable, add_lora
 from tests.examples import IS_FULL
+from tests.kernels.deltas import pack_delta
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
 

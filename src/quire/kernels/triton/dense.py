@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import has_wgmma, row_strides
-from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, expert_rows, rows_of_tiles
+from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, expert_rows, rows_of_tiles, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -78,14 +78,9 @@ def _dense_kernel(
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
         total += acc
 
-    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-    if IS_SPLIT:
-        out_ptrs += tl.program_id(2).to(tl.int64) * M * N
-    if HAS_BIAS:
-        if EXPERTS > 0:
-            bias_ptr += expert * N
-        total += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
+    if EXPERTS > 0 and HAS_BIAS:
+        bias_ptr += expert * N
+    store_tile(total, bias_ptr, out_ptr, m, n, is_m, is_n, M, N, out_stride, IS_SPLIT, HAS_BIAS)
 
 
 def for_dense(tile: Tile) -> Tile:

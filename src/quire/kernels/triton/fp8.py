@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import has_wgmma, next_power_of_2, row_strides
-from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, expert_rows, rows_of_tiles
+from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, expert_rows, rows_of_tiles, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -95,14 +95,9 @@ def _fp8_kernel(
             acc *= tl.load(scale_ptrs, mask=is_n, other=0.0)[None, :]
         total += acc
 
-    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-    if IS_SPLIT:
-        out_ptrs += tl.program_id(2).to(tl.int64) * M * N
-    if HAS_BIAS:
-        if EXPERTS > 0:
-            bias_ptr += expert * N
-        total += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
+    if EXPERTS > 0 and HAS_BIAS:
+        bias_ptr += expert * N
+    store_tile(total, bias_ptr, out_ptr, m, n, is_m, is_n, M, N, out_stride, IS_SPLIT, HAS_BIAS)
 
 
 def in_groups(tile: Tile, group_size: int) -> Tile:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.formats.weight_format import GroupedFormat
 from quire.kernels.triton.launch import ceil_div, has_wgmma
-from quire.kernels.triton.parts import ExpertRows, Launch, choose_tile, expert_rows, rows_of_tiles
+from quire.kernels.triton.parts import ExpertRows, Launch, choose_tile, expert_rows, rows_of_tiles, store_tile
 
 _PANEL_WIDTH = 64  # kPanelWidth of grouped_layout.h
 
@@ -181,14 +181,9 @@ def _grouped_kernel(
                 acc = tl.dot(x, w, acc, input_precision="ieee")
         total += acc
 
-    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-    if IS_SPLIT:
-        out_ptrs += tl.program_id(2).to(tl.int64) * M * N
-    if HAS_BIAS:
-        if EXPERTS > 0:
-            bias_ptr += expert * N
-        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & (n < N)[None, :])
+    if EXPERTS > 0 and HAS_BIAS:
+        bias_ptr += expert * N
+    store_tile(total, bias_ptr, out_ptr, m, n, is_m, n < N, M, N, out_stride, IS_SPLIT, HAS_BIAS)
 
 
 def grouped_linear(

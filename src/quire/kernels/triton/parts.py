@@ -121,6 +121,19 @@ def expert_rows(
     return expert.to(tl.int64), m, is_m, row
 
 
+@triton.jit
+def store_tile(
+    total, bias_ptr, out_ptr, m, n, is_m, is_n, M, N, out_stride, IS_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Store the sums of rows m and columns n, with their bias. If K is split, out is float32 [PARTS, M, N]."""
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    if IS_SPLIT:
+        out_ptrs += tl.program_id(2).to(tl.int64) * M * N
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
+
+
 class Launch:
     """The common part of the launches of all products.
 
