@@ -69,6 +69,10 @@ def _addresses(run: Callable[[], None]) -> list[int]:
     return [value.data_ptr() for name in StagedStep.__slots__ if isinstance(value := getattr(staged, name), Tensor)]
 
 
+# Groups with an operation that will not end. Destroying one waits for the limit of time of Gloo, in any later test.
+_LEFT: list[dist.ProcessGroupGloo] = []
+
+
 class FakeTransport:
     """Gloo in the place of NCCL. As with NCCL, the first operation connects, and `abort` ends those that wait."""
 
@@ -88,6 +92,7 @@ class FakeTransport:
         work = self._gloo._allgather_base(output, own)
         while not work.is_completed():
             if self._is_aborted.is_set():
+                _LEFT.append(self._gloo)
                 return
             time.sleep(0)
         work.wait()
