@@ -10,7 +10,8 @@
 namespace quire {
 
 // The number of physical cores that this process may use: its CPU affinity without hyper-thread siblings, limited by
-// the cgroup CPU quota. On CPUs with two kinds of cores, only performance cores count (Intel and ARM64 on Linux; macOS).
+// the cgroup CPU quota. On CPUs with two kinds of cores, only performance cores count (Intel and ARM64 on Linux;
+// macOS).
 int default_num_threads();
 // The same number, but /proc and /sys are read under `root`. Tests describe other machines there.
 int num_threads_described_in(const std::string& root);
