@@ -57,7 +57,7 @@ class Drafting:
         try:
             drafted = self.drafter.draft(rows, counts)
         except Exception as error:
-            drafted = Drafted([[ANY_TOKEN] * count for count in counts], error=self._price_of(error))
+            drafted = Drafted([[ANY_TOKEN] * count for count in counts], error=self._cost_in_drafts(error))
         for index, token_ids in enumerate(drafted.token_ids):
             if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
                 drafted.failures[index] = f"The drafter chose {token_ids}, and the model has {self._vocab_size} tokens"
@@ -77,9 +77,9 @@ class Drafting:
         try:
             self.drafter.learn(step)
         except Exception as error:
-            result.draft_error = self._price_of(error)
+            result.draft_error = self._cost_in_drafts(error)
 
-    def _price_of(self, error: Exception) -> str:
+    def _cost_in_drafts(self, error: Exception) -> str:
         """StepResult.draft_error for an error that costs drafts only. Raises an error that costs more."""
         if isinstance(error, torch.AcceleratorError) or not self._is_alone:
             raise error
