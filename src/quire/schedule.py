@@ -102,6 +102,10 @@ class ExpertUse(msgspec.Struct, array_like=True):
 # layers: benchmarks/NOTES.md, 2026-11-28.
 MAX_RECORDED_TOKENS = 64
 
+# A step with the whole token budget is recorded too, because most steps of long prompts have it. With more tokens than
+# these, Python takes less than 1 % of it: benchmarks/NOTES.md, 2026-11-29.
+MAX_RECORDED_BUDGET = 512
+
 
 @dataclass(slots=True)
 class StepResult:

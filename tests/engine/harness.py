@@ -214,7 +214,7 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
     sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size, tables)
     if (accelerator := schedule.accelerator) is None:
         inputs = InputBatch(*sizes, schedule.adapters)
-        recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
+        recorded = RecordedSteps(model, inputs, cache.layers, schedule.chunk) if isinstance(model, Decoder) else None
         drafter = _drafter(schedule, _streams(schedule, model), cache, inputs, Host())
         runner = _Worker(model, cache, inputs, "raw_logprobs", Host(), recorded, drafter)
         return runner if schedule.depth == 1 else ThreadExecutor([runner])
@@ -250,7 +250,7 @@ def _drafter(
     _, model = schedule.draft
     captured: CapturedSteps | None = None
     if isinstance(device, Host) and isinstance(model, Decoder):
-        captured = RecordedSteps(model, inputs, cache.drafter_layers)
+        captured = RecordedSteps(model, inputs, cache.drafter_layers, schedule.chunk)
     elif isinstance(inputs, DeviceInputBatch) and schedule.accelerator is not None and schedule.graph_sizes:
         sizes = in_order([Padding(size, size) for size in schedule.graph_sizes])
         captured = graphs = StepGraphs(model, cache.drafter_layers, inputs, schedule.accelerator, sizes)

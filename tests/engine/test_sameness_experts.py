@@ -147,7 +147,7 @@ def test_decode_steps_are_recorded(family: str) -> None:
     pages = pages_alone(groups, num_tokens, 16, num_tokens)
     cache = kv_cache.allocate(groups, len(pages), 16, torch.bfloat16, torch.device("cpu"))
     inputs = InputBatch(4, config.max_model_len, 16, config.vocab_size, num_tables(groups))
-    recorded = RecordedSteps(model, inputs, cache.layers)
+    recorded = RecordedSteps(model, inputs, cache.layers, full_step=0)
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded)
     row = NewRow("r", [*range(3, 3 + num_tokens)], num_tokens, prompts()[0].params, pages)
     runner.execute(ScheduledBatch(0, ["r"], [0], [num_tokens - 1], num_logits=[0], new_block_ids=[[]], new_rows=[row]))

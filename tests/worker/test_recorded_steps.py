@@ -22,7 +22,7 @@ from quire.kernels import cpu
 from quire.kernels.recording import Arena, record
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
-from quire.schedule import MAX_RECORDED_TOKENS
+from quire.schedule import MAX_RECORDED_BUDGET, MAX_RECORDED_TOKENS
 from quire.worker import recorded_steps
 from quire.worker.input_batch import InputBatch, StepRows
 from quire.worker.recorded_steps import RecordedSteps
@@ -50,10 +50,10 @@ NUM_RECORDINGS = 4  # for 4, 2, 1 and 3 tokens
 class RecordedRun(PagedRun):
     """Steps through RecordedSteps, padded as the runner does."""
 
-    def __init__(self, model: Decoder, num_blocks: int = 64) -> None:
+    def __init__(self, model: Decoder, num_blocks: int = 64, full_step: int = 0) -> None:
         super().__init__(model, torch.bfloat16, num_blocks=num_blocks)
         inputs = InputBatch(1, 8 * num_blocks, 8, model.config.vocab_size)
-        self.recorded = RecordedSteps(model, inputs, self.caches)
+        self.recorded = RecordedSteps(model, inputs, self.caches, full_step)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         num_tokens, num_rows = batch.num_tokens, len(batch.seq_lens_S)
@@ -62,8 +62,8 @@ class RecordedRun(PagedRun):
         size = self.recorded.size_for(StepRows(rows, batch.seq_lens_S.numpy() - lens, lens, rows))
         if size is None:
             return self.model.forward(batch)
-        assert (size.tokens, size.rows) == (num_tokens, num_tokens)
-        more = num_tokens - num_rows
+        assert (size.tokens, size.rows) == (num_tokens, min(num_tokens, MAX_RECORDED_TOKENS))
+        more = size.rows - num_rows
         padded = replace(
             batch,
             cu_seqlens_q_S1=functional.pad(batch.cu_seqlens_q_S1, (0, more), value=num_tokens),
@@ -293,6 +293,26 @@ def test_up_to_so_many_tokens(model: Decoder, num_recorded: list[int | None]) ->
     for num_rows in (MAX_RECORDED_TOKENS + 1, MAX_RECORDED_TOKENS):
         run.step({row: [row] for row in range(num_rows)})
     assert len(num_recorded) == 1
+
+
+@pytest.mark.parametrize("full_step", [MAX_RECORDED_TOKENS + 36, MAX_RECORDED_BUDGET + 1])
+def test_a_step_with_the_whole_budget(full_step: int, model: Decoder, num_recorded: list[int | None]) -> None:
+    """One recording serves any rows of such steps: a prompt, the rest of it beside another one, and answers."""
+    token_ids = [index % 90 + 3 for index in range(2 * full_step)]
+    prompt = [{0: token_ids[:full_step]}, {0: token_ids[full_step:-9], 1: token_ids[:9]}]
+    mixed: list[dict[int, list[int]]] = [{0: [5], 1: [6], 2: token_ids[: full_step - 2]}]
+    shorter = [{2: token_ids[: full_step - 1]}]
+    found = []
+    for run in (RecordedRun(model, 512, full_step), PagedRun(model, torch.bfloat16, num_blocks=512)):
+        found.append([logits for step in prompt + mixed + shorter for logits in run.step(step).values()])
+    assert len(num_recorded) == (full_step <= MAX_RECORDED_BUDGET)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_full_step_of_many_rows_is_not_recorded(model: Decoder, num_recorded: list[int | None]) -> None:
+    run = RecordedRun(model, MAX_RECORDED_TOKENS + 2, full_step=MAX_RECORDED_TOKENS + 1)
+    run.step({row: [row] for row in range(MAX_RECORDED_TOKENS + 1)})
+    assert not num_recorded
 
 
 def test_memory_is_taken_again_when_it_is_free() -> None:

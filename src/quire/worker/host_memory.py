@@ -88,10 +88,10 @@ class OnHost:
         inputs = InputBatch(*sizes, tables, adapters, pages=pages, has_grammars=has_grammars)
         device, drafts, streams = Host(), None, streams_for(model, drafter, settings)
         if drafter is not None:
-            recorded = _recorded(drafter, inputs, cache.drafter_layers)
+            recorded = _recorded(drafter, inputs, cache.drafter_layers, settings)
             group = None if self._ranks is None else self._ranks.group
             drafts = drafter_of(drafter, streams, cache, inputs, device, recorded, settings, group)
-        recorded = _recorded(model, inputs, cache.layers)
+        recorded = _recorded(model, inputs, cache.layers, settings)
         if isinstance(model, Decoder):
             model.keep_logits_memory()
         is_watched = form.expert_metrics or form.balancing is not None
@@ -122,8 +122,12 @@ def page_share(num_owners: int, ranks: Ranks | None) -> PageShare:
     return ALL_PAGES if ranks is None else PageShare.of(num_owners, ranks.grid.place(ranks.rank))
 
 
-def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> RecordedSteps | None:
-    return RecordedSteps(model, inputs, caches) if isinstance(model, Decoder) else None
+def _recorded(
+    model: CausalLM, inputs: InputBatch, caches: list[LayerCache], settings: WorkerSettings
+) -> RecordedSteps | None:
+    if not isinstance(model, Decoder):
+        return None
+    return RecordedSteps(model, inputs, caches, settings.max_num_batched_tokens)
 
 
 def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None = None) -> tuple[int, int, Lap]:

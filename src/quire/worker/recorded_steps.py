@@ -1,4 +1,4 @@
-"""Short steps on a CPU from recorded kernel calls: see kernels/recording.py.
+"""Short steps and full steps on a CPU from recorded kernel calls: see kernels/recording.py.
 
 Dimensions: T tokens, S sequences, C the most sequences, M blocks in the longest table, N block tables of a sequence,
 D hidden.
@@ -18,7 +18,7 @@ from quire.kernels import cpu
 from quire.kernels.recording import Arena, record
 from quire.logs import get_logger
 from quire.models.decoder import Decoder
-from quire.schedule import MAX_RECORDED_TOKENS
+from quire.schedule import MAX_RECORDED_BUDGET, MAX_RECORDED_TOKENS
 from quire.worker.input_batch import InputBatch, Padding, StagedStep, StepRows
 
 logger = get_logger(__name__)
@@ -28,7 +28,7 @@ Inputs = TypeVar("Inputs", ForwardBatch, StepTable)
 # These fields of ForwardBatch need not be tensors. If one is no tensor, it must be the same object as in the recording.
 # All other fields are copied.
 _UNCOPIED_FIELDS = frozenset({"adapter_slots_T", "caches", "host", "hidden_TD"})
-_MOST_RECORDINGS = 256  # without lanes at most 128 are possible: every number of tokens, with and without adapters
+_MOST_RECORDINGS = 256  # without lanes at most 130 are possible: every number of tokens, with and without adapters
 
 # The number of tokens, whether a row has an adapter, and the number of tokens of each lane.
 _Size = tuple[int, bool, tuple[int, ...]]
@@ -48,14 +48,18 @@ class RecordedSteps:
     """CapturedSteps of one model on one KV cache, as recordings of kernel calls.
 
     A recording belongs to a number of tokens, to steps with or without adapters, and to the tokens of each lane. A step
-    of T tokens is padded to T sequences; the sequences of the padding have no tokens. So one recording serves T decodes
-    and every other step of T tokens.
+    of T tokens is padded to T sequences, at most MAX_RECORDED_TOKENS; the sequences of the padding have no tokens. So
+    one recording serves T decodes and every other step of T tokens.
 
     Block tables of all recordings are in one memory, with room for the longest. So contexts may grow.
+
+    Args:
+        full_step: the tokens of a step with the whole token budget.
     """
 
-    def __init__(self, model: Decoder, inputs: InputBatch, caches: list[LayerCache]) -> None:
+    def __init__(self, model: Decoder, inputs: InputBatch, caches: list[LayerCache], full_step: int) -> None:
         self._model, self._inputs, self._caches = model, inputs, caches
+        self._full_step = full_step if full_step <= MAX_RECORDED_BUDGET else 0
         self._arena = Arena()
         self._recordings: dict[_Size, _Recording] = {}
         with torch.inference_mode(False):
@@ -67,17 +71,18 @@ class RecordedSteps:
 
     def size_for(self, step: StepRows) -> Padding | None:
         """See CapturedSteps."""
-        num_tokens = int(step.lens_S.sum())
-        if not self._is_possible or num_tokens > MAX_RECORDED_TOKENS:
+        num_tokens, num_rows = int(step.lens_S.sum()), len(step.lens_S)
+        has_size = num_tokens <= MAX_RECORDED_TOKENS or num_tokens == self._full_step
+        if not self._is_possible or not has_size or num_rows > MAX_RECORDED_TOKENS:
             return None
-        return Padding(num_tokens, num_tokens, step.adapter_slots_S is not None)
+        return Padding(num_tokens, min(num_tokens, MAX_RECORDED_TOKENS), step.adapter_slots_S is not None)
 
     def run(self, size: Padding, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
         """See CapturedSteps."""
         return self.forward(self._inputs.forward_batch(staged, self._caches, hidden_TD))
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute hidden_TD of a step that has as many sequences as tokens."""
+        """Compute hidden_TD of a step that was padded as `size_for` says."""
         recording = self._recordings.get(_size_of(batch))
         if recording is None or not _copy_inputs(batch, recording.batch):
             return self._record(batch)
