@@ -20,13 +20,16 @@ from quire.cost.step_time import StepTime
 from quire.engine import process, rank_spawn
 from quire.errors import EngineDeadError
 from quire.schedule import ScheduledBatch, StepResult
+from quire.scheduler.scheduler import Scheduler
 
 Execute = Callable[[Any, ScheduledBatch], StepResult]
+Schedule = Callable[[Scheduler], ScheduledBatch | None]
 
 FOR_EVER = 1000
 # A step of exactly this number of tokens takes this long, and is predicted to. The run that measures memory has another
 # number.
 LONG_PROMPT, LONG_SECONDS = 201, 1.5
+UNSCHEDULABLE = 205  # the tokens of a prompt with which scheduling fails
 
 
 def in_folder(name: str) -> Path:
@@ -74,6 +77,17 @@ def sabotaged(execute: Execute) -> Execute:
     return run
 
 
+def failing(schedule: Schedule) -> Schedule:
+    """The method that schedules, with a defect."""
+
+    def run(scheduler: Scheduler) -> ScheduledBatch | None:
+        if any(request.num_prompt_tokens == UNSCHEDULABLE for request in scheduler.requests):
+            raise KeyError("a defect")
+        return schedule(scheduler)
+
+    return run
+
+
 def predict(cost: CostModel, load: Load, pause: float = 0.0) -> StepTime:
     """As if the long step were the only one that takes time."""
     seconds = LONG_SECONDS if load.num_tokens == LONG_PROMPT else 1e-9
@@ -101,6 +115,7 @@ def main() -> int:
         worker.execute = lambda worker, batch: submit(worker, batch).result()
         worker.submit = light_engine.LightWorker.submit  # which is execute(), at once
     worker.execute = sabotaged(worker.execute)
+    Scheduler.schedule = failing(Scheduler.schedule)  # type: ignore[method-assign]
     return process.main()
 
 

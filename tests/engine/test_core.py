@@ -16,6 +16,8 @@ from quire.messages import AddRequest, Command, ObservedOverhead, SetLimits
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import DrafterTime
+from quire.scheduler.lanes import Lanes
+from quire.scheduler.scheduler import Scheduler
 from tests.cost.models import cost_model
 from tests.guesser import Guesser
 from tests.scheduler.driver import Driver, TimedDriver, expected, request
@@ -428,6 +430,25 @@ def test_it_says_which_lost_requests_it_begins() -> None:
     driver.scheduler.preempt_last()
     driver.run()
     assert [request_ids for _, request_ids in told] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_lost_requests_are_to_blame_if_scheduling_fails(num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that wait: one of them may be the reason. Otherwise it would end every further engine."""
+    told: list[list[str]] = []
+    lanes = [Driver(max_num_seqs=1) for _ in range(num_lanes)]
+    core = lanes[0].core if num_lanes == 1 else EngineCore(Lanes([lane.scheduler for lane in lanes]), lanes[0])
+    core.on_begun = told.append
+    for name, is_retry in (("new", False), ("a", True), ("b", True)):
+        core.add(request(name, [1, 2, 3], 4, is_retry=is_retry))
+
+    def fail(scheduler: Scheduler) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(Scheduler, "schedule", fail)
+    with pytest.raises(KeyError):
+        core.step()
+    assert sorted(told[0]) == ["a", "b"]
 
 
 def test_a_lost_request_is_begun_before_its_adapter_is_read() -> None:

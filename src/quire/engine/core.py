@@ -68,7 +68,8 @@ class EngineCore:
         adapters: the adapters of the engine; None: there are none.
 
     Attributes:
-        on_begun: is told which requests of other engines this one begins to prepare or to compute, before it does.
+        on_begun: is told which requests of other engines this one begins to prepare or to compute, before it does. It
+            is told all of them if scheduling fails.
 
     Raises ValueError if the depth is below 1.
     """
@@ -276,7 +277,11 @@ class EngineCore:
     def _submit(self) -> bool:
         """Schedule and submit a batch, if there is anything to compute."""
         start = self._clock()
-        batch = self.scheduler.schedule()
+        try:
+            batch = self.scheduler.schedule()
+        except Exception:  # the engine ends, and any of its requests may be the reason
+            self._tell_begun(self.scheduler.requests)
+            raise
         if batch is None:
             return False
         scheduled = self._clock()

@@ -66,6 +66,11 @@ class Lanes:
         """The blocks that were ever in use in the lane that has used the most."""
         return max(lane.num_blocks_ever_used for lane in self.lanes)
 
+    @property
+    def requests(self) -> Collection[Request]:
+        """See Scheduler.requests."""
+        return [*chain(*(lane.requests for lane in self.lanes))]
+
     def has_requests(self) -> bool:
         return any(lane.has_requests() for lane in self.lanes)
 

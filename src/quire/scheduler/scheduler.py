@@ -173,6 +173,11 @@ class Scheduler:
         self.kv.hash_prompt(request)
         return request.num_tokens - self._cached_prefix(request).num_tokens
 
+    @property
+    def requests(self) -> Collection[Request]:
+        """The requests that are not finished."""
+        return self._requests.values()
+
     def has_requests(self) -> bool:
         """Whether there is a request that is not finished."""
         return bool(self._requests)
