@@ -420,8 +420,7 @@ def test_step_times_add_up_to_the_time_that_passed(depth: int) -> None:
 def test_it_says_which_lost_requests_it_begins() -> None:
     """Before their step is computed, once, and not while they wait for a place."""
     told: list[tuple[int, list[str]]] = []
-    driver = Driver(max_num_seqs=2)
-    driver.core.on_begun = lambda request_ids: told.append((len(driver.batches), request_ids))
+    driver = Driver(max_num_seqs=2, on_begun=lambda request_ids: told.append((len(driver.batches), request_ids)))
     driver.add(request("new", [1, 2], 9))
     for name in ("a", "b"):
         driver.add(request(name, [1, 2, 3], 4, is_retry=True))
@@ -436,9 +435,8 @@ def test_it_says_which_lost_requests_it_begins() -> None:
 def test_lost_requests_are_to_blame_if_scheduling_fails(num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that wait: one of them may be the reason. Otherwise it would end every further engine."""
     told: list[list[str]] = []
-    lanes = [Driver(max_num_seqs=1) for _ in range(num_lanes)]
-    core = lanes[0].core if num_lanes == 1 else EngineCore(Lanes([lane.scheduler for lane in lanes]), lanes[0])
-    core.on_begun = told.append
+    first, *others = [Driver(max_num_seqs=1).scheduler for _ in range(num_lanes)]
+    core = EngineCore(Lanes([first, *others]) if others else first, OddExecutor(None), on_begun=told.append)
     for name, is_retry in (("new", False), ("a", True), ("b", True)):
         core.add(request(name, [1, 2, 3], 4, is_retry=is_retry))
 
@@ -454,8 +452,7 @@ def test_lost_requests_are_to_blame_if_scheduling_fails(num_lanes: int, monkeypa
 def test_a_lost_request_is_begun_before_its_adapter_is_read() -> None:
     """Reading it may be what ends engines. Nobody says it of a request that has lost none."""
     told: list[list[str]] = []
-    driver = Driver()
-    driver.core.on_begun = told.append
+    driver = Driver(on_begun=told.append)
     for name, is_retry in (("new", False), ("again", True)):
         driver.core.add(AddRequest(name, [1], SamplingParams(), 4, adapter="any", is_retry=is_retry))
     assert told == [["again"]]

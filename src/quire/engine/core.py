@@ -32,6 +32,8 @@ logger = get_logger(__name__)
 
 DEFERRED_SECONDS = 0.001  # the time between two checks of deferred requests, if there is nothing else to do
 
+OnBegun = Callable[[list[str]], None]  # takes the ids of requests
+
 
 class Preparer(Protocol):
     """Prepares resources of requests at the same time as steps run: see life_cycle.WorkerExecutor."""
@@ -66,8 +68,6 @@ class EngineCore:
         sleep: waits for a number of seconds.
         preparer: compiles grammars; None: there are no grammars.
         adapters: the adapters of the engine; None: there are none.
-
-    Attributes:
         on_begun: is told which requests of other engines this one begins to prepare or to compute, before it does. It
             is told all of them if scheduling fails.
 
@@ -84,6 +84,7 @@ class EngineCore:
         sleep: Callable[[float], None] = time.sleep,
         preparer: Preparer | None = None,
         adapters: AdapterRegistry | None = None,
+        on_begun: OnBegun = lambda request_ids: None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"The engine needs a depth of at least 1, got {depth}.")
@@ -98,7 +99,7 @@ class EngineCore:
         self._clock, self._sleep = clock, sleep
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []
-        self.on_begun: Callable[[list[str]], None] = lambda request_ids: None
+        self._on_begun = on_begun
         self._preparer = preparer
         self._preparing: dict[str, Polled[object]] = {}  # request id -> its grammar that is being compiled
         self._last_end_time = 0.0  # the time at which the last step ended; 0: there was none
@@ -319,7 +320,7 @@ class EngineCore:
         for request in begun:
             request.is_retry = False
         if begun:
-            self.on_begun([request.request_id for request in begun])
+            self._on_begun([request.request_id for request in begun])
 
     def _update(self, step: _Step, result: StepResult) -> list[RequestDelta]:
         arrived = self._clock()
