@@ -247,7 +247,6 @@ class Driver:
         assert scheduler.num_waiting == len(self.live()) - len(running)
         assert len(scheduler._queue) + len(scheduler._deferred) == scheduler.num_waiting
         if self.shelf is not None:
-            assert scheduler.adapters is not None
             counts = Counter(r.adapter for r in running if r.adapter is not None)
             assert scheduler.adapters._running == counts, "running requests of adapters are miscounted"
             waiting = [r for r in self.live() if r.adapter is not None and r.status is not RequestStatus.RUNNING]

@@ -18,6 +18,7 @@ from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.lanes import Lanes
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import DraftCounts
 from tests.scheduler.driver import VOCAB_SIZE, expected, request
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
@@ -117,6 +118,18 @@ def test_requests_get_their_tokens_in_any_lane(depth: int) -> None:
         assert all(own.lane_tokens == counts for own in batch.lanes)
         assert batch.num_tokens == sum(counts) > 0
     assert any(not own.request_ids for batch in engine.batches for own in batch.lanes), "no lane was idle"
+
+
+def test_lanes_answer_what_a_scheduler_answers() -> None:
+    """So the engine core asks the same of both."""
+    engine = Engine()
+    for each in (engine.lanes, engine.lanes.lanes[0]):
+        assert each.speculation.take_counts() == DraftCounts()
+        assert each.speculation.drafter_seconds([()]) == 0.0
+        assert not each.adapters.running
+        assert each.fail_waiting("a digest", "it is lost") == []
+    batch = ScheduledBatch(0, lanes=[ScheduledBatch(0), ScheduledBatch(0)])
+    assert [len(each.uses(batch)) for each in (engine.lanes, engine.lanes.lanes[0])] == [2, 0]
 
 
 def test_a_request_goes_where_fewest_are_and_its_prefix_is() -> None:

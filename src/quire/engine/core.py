@@ -266,7 +266,6 @@ class EngineCore:
 
     def _step_adapters(self, adapters: AdapterRegistry) -> list[RequestDelta]:
         """Load and drop adapters. Requests end if their adapter is lost."""
-        assert self.scheduler.adapters is not None
         lost = adapters.step(self.scheduler.adapters)
         if lost is None:
             return []
@@ -296,9 +295,7 @@ class EngineCore:
                 batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
             )
             predicted = self.cost.predict(load, pause)
-            predicted_seconds = predicted.high
-            if self.scheduler.speculation is not None:
-                predicted_seconds += self.scheduler.speculation.drafter_seconds(batch.draft_token_ids)
+            predicted_seconds = predicted.high + self.scheduler.speculation.drafter_seconds(batch.draft_token_ids)
             self.predicted_seconds += predicted_seconds
         try:
             pending = self.executor.submit(batch)
@@ -393,17 +390,16 @@ class EngineCore:
             evicted_blocks=scheduler.take_evicted_blocks(),
             experts=result.experts,
             ranks=result.ranks,
-            lanes=scheduler.uses(batch) if isinstance(scheduler, Lanes) else (),
+            lanes=scheduler.uses(batch),
         )
         if load is not None and predicted is not None:
             record.predicted_seconds, record.bound = predicted.seconds, predicted.bound
             record.predicted_low_seconds, record.predicted_high_seconds = predicted.low, predicted.high
             record.num_logits, record.kv_tokens, record.pairs = load.num_logits, load.kv_tokens, load.pairs
-        if scheduler.speculation is not None:
-            counts = scheduler.speculation.take_counts()
-            record.num_drafts, record.num_draft_tokens = counts.num_drafts, counts.num_draft_tokens
-            record.num_accepted_tokens, record.num_draft_failures = counts.num_accepted_tokens, counts.num_failures
-            record.accepted_per_position = tuple(counts.accepted_per_position)
+        counts = scheduler.speculation.take_counts()
+        record.num_drafts, record.num_draft_tokens = counts.num_drafts, counts.num_draft_tokens
+        record.num_accepted_tokens, record.num_draft_failures = counts.num_accepted_tokens, counts.num_failures
+        record.accepted_per_position = tuple(counts.accepted_per_position)
         if self.adapters is not None:
             record.num_adapters, record.num_adapters_in_memory = self.adapters.num_known, self.adapters.num_in_memory
         return record

@@ -19,7 +19,7 @@ from quire.messages import RequestDelta, SetLimits
 from quire.outputs import FinishReason
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
-from quire.schedule import EvictedBlock, NewRow, ScheduledBatch, StepResult
+from quire.schedule import EvictedBlock, LaneUse, NewRow, ScheduledBatch, StepResult
 from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
@@ -194,6 +194,10 @@ class Scheduler:
     def take_evicted_blocks(self) -> list[EvictedBlock] | None:
         """The evicted blocks of the sample since the last call; None: blocks are not followed."""
         return None if self.kv.pool.residency is None else self.kv.pool.residency.take_evicted()
+
+    def uses(self, batch: ScheduledBatch) -> tuple[LaneUse, ...]:
+        """The state of each lane after a step: there are no lanes."""
+        return ()
 
     # The caller's methods
 
