@@ -285,7 +285,7 @@ class EngineCore:
         if batch is None:
             return False
         scheduled = self._clock()
-        if batch.new_rows or batch.lanes:
+        if batch.new_rows:
             self._tell_begun(self.scheduler.rows_of(batch))
 
         load, predicted, predicted_seconds = None, None, 0.0

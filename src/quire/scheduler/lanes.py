@@ -195,6 +195,7 @@ class Lanes:
             [*chain(*(lane.num_scheduled_tokens for lane in lanes))],
             [*chain(*(lane.num_logits for lane in lanes))],
             [*chain(*(lane.draft_token_ids for lane in lanes))],
+            new_rows=[*chain(*(lane.new_rows for lane in lanes))],
             lanes=lanes,
         )
         self._next_step_id += 1
