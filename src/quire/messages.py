@@ -216,7 +216,8 @@ class EngineOutputs(_FromEngine, tag="outputs", omit_defaults=True):
 class EngineBegun(_FromEngine, tag="begun"):
     """The engine begins to prepare or to compute these requests, which other engines have lost.
 
-    It is sent before a grammar is compiled or an adapter is read for a request, and before its first step.
+    It has left the process before a grammar is compiled or an adapter is read for a request, and before its first step.
+    If scheduling fails, it names all requests that wait, because each of them may be the reason.
     """
 
     request_ids: list[str]

@@ -61,7 +61,8 @@ class GpuFacts:
     capability: int  # 90 is sm_90
     total_memory_bytes: int
     free_memory_bytes: int
-    num_visible: int = 1  # the GPUs that this process may use, with this one
+    num_visible: int = 1  # the GPUs that the ranks of this engine may use, with this one
+    uuid: str = ""  # the same for all processes that use this GPU; empty: not known
 
     @property
     def isa(self) -> str:

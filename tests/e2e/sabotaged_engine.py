@@ -8,6 +8,8 @@ the file.
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -20,13 +22,17 @@ from quire.cost.step_time import StepTime
 from quire.engine import process, rank_spawn
 from quire.errors import EngineDeadError
 from quire.schedule import ScheduledBatch, StepResult
+from quire.scheduler.scheduler import Scheduler
 
 Execute = Callable[[Any, ScheduledBatch], StepResult]
+Schedule = Callable[[Scheduler], ScheduledBatch | None]
 
 FOR_EVER = 1000
 # A step of exactly this number of tokens takes this long, and is predicted to. The run that measures memory has another
 # number.
 LONG_PROMPT, LONG_SECONDS = 201, 1.5
+# The tokens of a prompt with which scheduling fails, and of one whose first step kills the process at once.
+UNSCHEDULABLE, DEADLY = 205, 207
 
 
 def in_folder(name: str) -> Path:
@@ -64,12 +70,25 @@ def sabotaged(execute: Execute) -> Execute:
         order = in_folder("order")
         if batch.num_tokens == LONG_PROMPT:
             time.sleep(LONG_SECONDS)
+        if any(row.num_prompt_tokens == DEADLY for row in batch.new_rows):
+            os.kill(os.getpid(), signal.SIGKILL)
         if not order.exists():
             return execute(runner, batch)
         text = order.read_text()
         order.unlink()
         in_folder("acting").touch()
         return obey(text, execute, runner, batch)
+
+    return run
+
+
+def failing(schedule: Schedule) -> Schedule:
+    """The method that schedules, with a defect."""
+
+    def run(scheduler: Scheduler) -> ScheduledBatch | None:
+        if any(request.num_prompt_tokens == UNSCHEDULABLE for request in scheduler.requests):
+            raise KeyError("a defect")
+        return schedule(scheduler)
 
     return run
 
@@ -101,6 +120,7 @@ def main() -> int:
         worker.execute = lambda worker, batch: submit(worker, batch).result()
         worker.submit = light_engine.LightWorker.submit  # which is execute(), at once
     worker.execute = sabotaged(worker.execute)
+    Scheduler.schedule = failing(Scheduler.schedule)  # type: ignore[method-assign]
     return process.main()
 
 

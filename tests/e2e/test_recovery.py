@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire import demo
 from tests.e2e import reference
-from tests.e2e.sabotaged_engine import LONG_PROMPT, LONG_SECONDS
+from tests.e2e.sabotaged_engine import DEADLY, LONG_PROMPT, LONG_SECONDS, UNSCHEDULABLE
 from tests.e2e.serving import SMALL, START_SECONDS, Program, Serve
 from tests.nursery import LightPopen, TorchPopen
 
@@ -194,6 +194,26 @@ def test_recovery(server: SabotagedServe, undisturbed: list[list[str]], undistur
     assert set(statuses["/readyz"]) <= {200, 503}
     assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, "the old engine was left behind"
     assert server.process.poll() is None
+
+
+@pytest.mark.parametrize("num_tokens", [UNSCHEDULABLE, DEADLY], ids=["cannot be scheduled", "kills at once"])
+def test_a_request_that_ends_every_engine_ends_alone(
+    server: SabotagedServe, undisturbed_long: list[str], num_tokens: int
+) -> None:
+    """It does so while it waits, or before anything that the engine says has left the process by itself."""
+    counted = {
+        "quire_engine_restarts_total/crash": 3.0,
+        "quire_requests_lost_total/retried": 1.0,
+        "quire_requests_retried_total/": 5.0,
+        "vllm:request_success_total/error": 1.0,
+        "vllm:request_success_total/length": 1.0,
+    }
+    with server.counting(counted), ThreadPoolExecutor() as pool:
+        began = Began(server, pool)
+        body = {"prompt": [5] * num_tokens, "max_tokens": 4}
+        response = httpx.post(server.url + COMPLETIONS, json=body, timeout=20)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_restarted")
+        assert began.text.result(60) == undisturbed_long
 
 
 def test_an_idle_engine_that_is_stopped(server: SabotagedServe, undisturbed: list[list[str]]) -> None:

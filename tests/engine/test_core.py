@@ -16,6 +16,8 @@ from quire.messages import AddRequest, Command, ObservedOverhead, SetLimits
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import DrafterTime
+from quire.scheduler.lanes import Lanes
+from quire.scheduler.scheduler import Scheduler
 from tests.cost.models import cost_model
 from tests.guesser import Guesser
 from tests.scheduler.driver import Driver, TimedDriver, expected, request
@@ -418,8 +420,7 @@ def test_step_times_add_up_to_the_time_that_passed(depth: int) -> None:
 def test_it_says_which_lost_requests_it_begins() -> None:
     """Before their step is computed, once, and not while they wait for a place."""
     told: list[tuple[int, list[str]]] = []
-    driver = Driver(max_num_seqs=2)
-    driver.core.on_begun = lambda request_ids: told.append((len(driver.batches), request_ids))
+    driver = Driver(max_num_seqs=2, on_begun=lambda request_ids: told.append((len(driver.batches), request_ids)))
     driver.add(request("new", [1, 2], 9))
     for name in ("a", "b"):
         driver.add(request(name, [1, 2, 3], 4, is_retry=True))
@@ -430,11 +431,28 @@ def test_it_says_which_lost_requests_it_begins() -> None:
     assert [request_ids for _, request_ids in told] == [["a"], ["b"]]
 
 
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_lost_requests_are_to_blame_if_scheduling_fails(num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that wait: one of them may be the reason. Otherwise it would end every further engine."""
+    told: list[list[str]] = []
+    first, *others = [Driver(max_num_seqs=1).scheduler for _ in range(num_lanes)]
+    core = EngineCore(Lanes([first, *others]) if others else first, OddExecutor(None), on_begun=told.append)
+    for name, is_retry in (("new", False), ("a", True), ("b", True)):
+        core.add(request(name, [1, 2, 3], 4, is_retry=is_retry))
+
+    def fail(scheduler: Scheduler) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(Scheduler, "schedule", fail)
+    with pytest.raises(KeyError):
+        core.step()
+    assert sorted(told[0]) == ["a", "b"]
+
+
 def test_a_lost_request_is_begun_before_its_adapter_is_read() -> None:
     """Reading it may be what ends engines. Nobody says it of a request that has lost none."""
     told: list[list[str]] = []
-    driver = Driver()
-    driver.core.on_begun = told.append
+    driver = Driver(on_begun=told.append)
     for name, is_retry in (("new", False), ("again", True)):
         driver.core.add(AddRequest(name, [1], SamplingParams(), 4, adapter="any", is_retry=is_retry))
     assert told == [["again"]]

@@ -32,6 +32,7 @@ from tests.engine.ranks import LIMITS
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
 KEY = "of the tests, long enough"
+ANY_MODEL: Any = SimpleNamespace(model="a folder")
 PROMPTS = ["The river", "A cat sat", "Once", "Why is the sky blue?"]
 SCRIPT = """
 import json, os, sys
@@ -113,6 +114,21 @@ def test_a_rank_that_is_killed_in_an_exchange(tmp_path: Path) -> None:
     (first, text), (second, _) = together(tmp_path, 2, "lost", pipeline_parallel_size=2)
     assert (first, second) == (1, -signal.SIGKILL)
     assert "rank 1 has failed" in text or "Rank 1 has ended" in text
+
+
+@pytest.mark.parametrize(("visible", "own"), [("GPU-abc", "GPU-abc"), ("4,5", "5"), ("", "")])
+def test_the_gpu_of_a_process(visible: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only one that it may see, or the one of its place on the machine."""
+
+    def meet(*arguments: Any) -> None:
+        raise OSError("this test has one rank")
+
+    monkeypatch.setattr(external, "_meet", meet)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("CUDA_VISIBLE_DEVICES", visible)):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="this test has one rank"):
+        external.start_external(EngineConfig(tensor_parallel_size=2, device="auto"), ANY_MODEL, lambda *report: None)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == own
 
 
 def test_ranks_read_weights_in_turns() -> None:

@@ -413,6 +413,18 @@ def test_devices_must_be_alike() -> None:
             least_facts([first, other], names)
 
 
+def test_ranks_that_see_one_gpu_each_have_them_all() -> None:
+    """As a program that starts ranks may give them out. If it gives one GPU to two ranks, both are named."""
+    names, gpu = ["Rank 0 of 2", "Rank 1 of 2"], WITH_GPU.gpu
+    assert gpu is not None
+    first, second = (replace(WITH_GPU, gpu=replace(gpu, uuid=uuid)) for uuid in ("12ab", "34cd"))
+    least = least_facts([first, second], names)
+    config = EngineConfig(tensor_parallel_size=2, device="cuda")
+    assert resolve(config, MODEL, least, is_server=False).device.device == "cuda"
+    with pytest.raises(ConfigError, match=r"same GPU. Got 'Rank 0 of 2; Rank 1 of 2: 12ab'.*CUDA_VISIBLE_DEVICES"):
+        least_facts([first, first], names)
+
+
 def test_a_rank_without_a_gpu_is_named() -> None:
     """With its host, and why it has none."""
     lacks = replace(FACTS, no_gpu="torch finds no GPU of NVIDIA")

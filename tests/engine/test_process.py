@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from quire import envs
@@ -23,6 +25,7 @@ from quire.messages import (
     AddRequest,
     Command,
     EngineBeat,
+    EngineBegun,
     EngineFailed,
     EngineLaunch,
     EngineMessage,
@@ -108,6 +111,29 @@ async def test_continuations_come_in_one_message(monkeypatch: pytest.MonkeyPatch
             engine.close()
             client.close()
     assert added == asked
+
+
+async def test_what_it_begins_is_delivered_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that only waits to be sent would be lost with a process that the request ends."""
+    delivered: list[bytes] = []
+    monkeypatch.setattr(server_link.UnixLink, "deliver", lambda link, frame: delivered.append(frame))
+
+    def start_engine(*arguments: Any, on_begun: Callable[[list[str]], None], **options: Any) -> None:
+        on_begun(["a", "b"])
+        assert [msgspec.msgpack.decode(frame, type=EngineMessage) for frame in delivered] == [EngineBegun(["a", "b"])]
+        raise ConfigError("This test has no engine")
+
+    monkeypatch.setattr(start, "start_engine", start_engine)
+    with tempfile.TemporaryDirectory() as folder:
+        sockets = UnixSockets(f"ipc://{folder}/input", f"ipc://{folder}/output")
+        client = ProcessClient(UnixLink(sockets))
+        engine = process.EngineProcess(EngineLaunch(EngineConfig(), "model", sockets))
+        assert await asyncio.to_thread(engine.run) == 1
+        while not isinstance(message := await client.receive(), EngineFailed):
+            pass
+        engine.close()
+        client.close()
+    assert message.message == "This test has no engine."
 
 
 async def test_an_engine_finds_the_model_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:

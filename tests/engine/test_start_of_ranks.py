@@ -36,11 +36,12 @@ class Told:
     """Failing: who has failed."""
 
     failed_rank: int | None = None
+    own_reason: EngineDeadError | None = None
 
     def __init__(self) -> None:
         self.ranks: list[int] = []
 
-    def fail_for(self, rank: int) -> None:
+    def fail_for(self, rank: int, reason: EngineDeadError | None = None) -> None:
         self.ranks.append(rank)
 
 

@@ -10,7 +10,7 @@ import pytest
 from quire.distributed.layout import Grid
 from quire.engine.rank_messages import Answer, Failed, decode_to_rank, encode
 from quire.engine.ranks import OtherRank
-from quire.errors import OutOfMemoryError
+from quire.errors import EngineDeadError, OutOfMemoryError
 from quire.life_cycle import AdapterLoad
 from quire.schedule import ScheduledBatch
 
@@ -38,8 +38,9 @@ class NoFailing:
     """See distributed.group.Failing."""
 
     failed_rank = None
+    own_reason = None
 
-    def fail_for(self, rank: int) -> None:
+    def fail_for(self, rank: int, reason: EngineDeadError | None = None) -> None:
         raise AssertionError("no rank fails")
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from quire.distributed import wire
 from quire.errors import ConfigError
-from quire.frontend.engine_link import LinkEndedError, TcpLink
+from quire.frontend.engine_link import LinkEndedError, TcpLink, UnixLink
+from quire.messages import UnixSockets
 from tests.frontend.links import Ends
 
 LARGE = bytes(range(256)) * (40 << 12)  # 40 MiB: a tokenizer, or the logprobs of a long prompt
@@ -47,6 +51,38 @@ async def test_the_engine_looks_before_it_waits(ends: Ends) -> None:
         await asyncio.to_thread(send, b"beat")
         assert await receiving == b"beat"
     ends.front.close()
+
+
+# Its threads share one CPU, and none of them preempts another. So whatever is left to another thread is not done.
+DYING = """
+import os, signal, sys
+from quire.engine.server_link import UnixLink
+from quire.messages import UnixSockets
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+for number in range(10):
+    if os.fork() == 0:
+        link = UnixLink(UnixSockets(*sys.argv[1:]))
+        link.wait(0.05)  # it is connected
+        link.deliver(b"%d" % number)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.wait()
+"""
+
+
+async def test_what_is_delivered_outlives_the_process(tmp_path: Path) -> None:
+    sockets = UnixSockets(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
+    front = UnixLink(sockets)
+    words = [sys.executable, "-c", DYING, sockets.input_address, sockets.output_address]
+    await asyncio.to_thread(subprocess.run, words, check=True, timeout=60)
+    front.end()
+    frames = []
+    with suppress(LinkEndedError):
+        while True:
+            frames.append(await front.receive())
+    front.close()
+    assert sorted(frames) == [b"%d" % number for number in range(10)]
 
 
 async def test_what_has_come_is_received_behind_the_end(ends: Ends) -> None:

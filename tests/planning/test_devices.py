@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,7 +223,8 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_facts.detect() == "NVIDIA L4 is of compute capability 7.5, and the kernels need 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert gpu_facts.detect() == replace(L4, num_visible=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="12ab"))
+    assert gpu_facts.detect() == replace(L4, num_visible=2, uuid="12ab")
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,9 @@ def test_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert [devices.gpu_of_rank(rank) for rank in (1, 2)] == ["1", ""]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-abc")
     assert [devices.gpu_of_rank(rank) for rank in (1, 2)] == ["GPU-abc", ""]
+    assert [devices.own_gpu(rank) for rank in (1, 2)] == ["GPU-abc", ""]
     devices.see_gpu("GPU-abc")
+    assert [devices.own_gpu(rank) for rank in (0, 1)] == ["GPU-abc", "GPU-abc"], "its launcher has chosen it"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
     devices.see_gpu("")
     assert [devices.visible_gpus(), devices.gpu_of_rank(0)] == [[], ""]

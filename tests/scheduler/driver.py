@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.cost.model import CostModel
 from quire.cost.step_time import step_seconds
-from quire.engine.core import EngineCore
+from quire.engine.core import EngineCore, OnBegun
 from quire.engine.deterministic import DeterministicExecutor, expected_tokens
 from quire.formats.kv_groups import ONE_LAYER, KvGroup, num_tables
 from quire.lora.registry import AdapterRegistry
@@ -113,6 +113,7 @@ class Driver:
         cost: CostModel | None = None,
         max_loras: int = 0,
         shelf: Shelf | None = None,
+        on_begun: OnBegun = lambda request_ids: None,
     ) -> None:
         self.shelf, self.max_loras = shelf, max_loras
         registry = None if shelf is None else AdapterRegistry(shelf, shelf.most, clock)
@@ -160,7 +161,9 @@ class Driver:
             row_failure=row_failure,
             forces=forces,
         )
-        self.core = EngineCore(self.scheduler, self, depth, cost, sleep=lambda seconds: None, adapters=registry)
+        self.core = EngineCore(
+            self.scheduler, self, depth, cost, sleep=lambda seconds: None, adapters=registry, on_begun=on_begun
+        )
         self.most_drafts = 0  # whose blocks stay, though they were refused
         if proposer is not None:
             self.most_drafts = proposer.longest
@@ -244,7 +247,6 @@ class Driver:
         assert scheduler.num_waiting == len(self.live()) - len(running)
         assert len(scheduler._queue) + len(scheduler._deferred) == scheduler.num_waiting
         if self.shelf is not None:
-            assert scheduler.adapters is not None
             counts = Counter(r.adapter for r in running if r.adapter is not None)
             assert scheduler.adapters._running == counts, "running requests of adapters are miscounted"
             waiting = [r for r in self.live() if r.adapter is not None and r.status is not RequestStatus.RUNNING]

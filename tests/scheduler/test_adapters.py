@@ -203,7 +203,6 @@ def test_aborted_requests_leave_nothing() -> None:
         driver.step()
     driver.core.abort(["0", "1"])
     driver.run()
-    assert driver.scheduler.adapters is not None
     assert not driver.scheduler.adapters._running
     assert not driver.scheduler.adapters._waiting
 

@@ -13,7 +13,7 @@ from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
-from quire.scheduler.speculation import MOST_ERRORS, Speculation
+from quire.scheduler.speculation import MOST_ERRORS, MOST_UNFORGOTTEN, Speculation
 from tests.guesser import Guesser
 from tests.scheduler.driver import Driver, request
 from tests.scheduler.test_sameness import LENGTHS, SIZE, mixed, prompt
@@ -443,6 +443,21 @@ def test_a_drafter_that_cannot_forget_ends_nothing(caplog: pytest.LogCaptureFixt
     assert num_failures == 1
     assert "The drafter could not forget request bad" in caplog.text
     assert "KeyError: 'no such text'" in caplog.text, "the traceback says where"
+
+
+class NeverForgetting(Guesser):
+    """Raises whenever it is told of an end."""
+
+    def forget(self, request_id: str) -> None:
+        raise KeyError(request_id)
+
+
+def test_a_drafter_that_never_forgets_costs_bounded_memory() -> None:
+    speculation = Speculation(NeverForgetting(1.0), 4)
+    for index in range(3 * MOST_UNFORGOTTEN):
+        speculation.forget(f"r{index}")
+    assert len(speculation._stopped) == len(speculation._unforgotten) == MOST_UNFORGOTTEN
+    assert f"r{3 * MOST_UNFORGOTTEN - 1}" in speculation._stopped
 
 
 class Eager(Guesser):

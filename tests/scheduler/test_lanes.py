@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.core import EngineCore
+from quire.engine.core import EngineCore, OnBegun
 from quire.engine.deterministic import DeterministicExecutor
 from quire.formats.kv_groups import ONE_LAYER
 from quire.messages import AddRequest, RequestDelta, SetLimits
@@ -18,6 +18,7 @@ from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.lanes import Lanes
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import DraftCounts
 from tests.scheduler.driver import VOCAB_SIZE, expected, request
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
@@ -31,6 +32,7 @@ class Engine:
         num_lanes: int = 2,
         depth: int = 1,
         failure: Callable[[ScheduledBatch], Exception | None] = lambda batch: None,
+        on_begun: OnBegun = lambda request_ids: None,
         **limits: Any,
     ) -> None:
         bounds = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 60} | limits
@@ -54,7 +56,7 @@ class Engine:
             DeterministicExecutor(NUM_BLOCKS, BLOCK_SIZE, vocab_size=VOCAB_SIZE) for _ in range(num_lanes)
         ]
         self._failure = failure
-        self.core = EngineCore(self.lanes, self, depth)
+        self.core = EngineCore(self.lanes, self, depth, on_begun=on_begun)
         self.batches: list[ScheduledBatch] = []
         self.deltas: dict[str, list[RequestDelta]] = {}
 
@@ -117,6 +119,28 @@ def test_requests_get_their_tokens_in_any_lane(depth: int) -> None:
         assert all(own.lane_tokens == counts for own in batch.lanes)
         assert batch.num_tokens == sum(counts) > 0
     assert any(not own.request_ids for batch in engine.batches for own in batch.lanes), "no lane was idle"
+
+
+def test_a_lost_request_of_any_lane_is_begun() -> None:
+    told: list[list[str]] = []
+    engine = Engine(on_begun=told.append)
+    for name in ("a", "b"):
+        engine.core.add(request(name, [1, 2, 3], 4, is_retry=True))
+    while engine.core.has_work():
+        engine.core.step()
+    assert told == [["a", "b"]], "each lane has one"
+
+
+def test_lanes_answer_what_a_scheduler_answers() -> None:
+    """So the engine core asks the same of both."""
+    engine = Engine()
+    for each in (engine.lanes, engine.lanes.lanes[0]):
+        assert each.speculation.take_counts() == DraftCounts()
+        assert each.speculation.drafter_seconds([()]) == 0.0
+        assert not each.adapters.running
+        assert each.fail_waiting("a digest", "it is lost") == []
+    batch = ScheduledBatch(0, lanes=[ScheduledBatch(0), ScheduledBatch(0)])
+    assert [len(each.uses(batch)) for each in (engine.lanes, engine.lanes.lanes[0])] == [2, 0]
 
 
 def test_a_request_goes_where_fewest_are_and_its_prefix_is() -> None:

@@ -222,6 +222,38 @@ def test_forks_find_a_prompt_whose_first_continuation_has_ended(depth: int, opti
     assert sum(batch.num_tokens for batch in driver.batches) <= 23 + 8 * (23 % SIZE + SIZE)
 
 
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("max_num_seqs", "num_prompts"), [(16, 1), (8, 2), (4, 3)])
+def test_continuations_of_one_token_share_their_prompt(
+    max_num_seqs: int, num_prompts: int, depth: int, enable_prefix_caching: bool
+) -> None:
+    """They end in their first step. Those that have no place in it share the prompt of one of them."""
+    driver = Driver(depth=depth, max_num_seqs=max_num_seqs, enable_prefix_caching=enable_prefix_caching)
+    params = SamplingParams(n=9, seed=7, max_tokens=1, temperature=1.0)
+    messages = [
+        AddRequest(f"r{i}", prompt(23), params.continuation(i), 1, fork_of="r0" if i else None) for i in range(9)
+    ]
+    driver.run_all(*messages)
+    num_computed = sum(batch.num_tokens for batch in driver.batches)
+    assert num_computed <= num_prompts * 23 + (9 - num_prompts)
+    if max_num_seqs > 9:
+        assert num_computed == 23 + 8
+        assert len(driver.batches) <= 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_continuation_shares_the_prompt_of_another_one_than_the_first(depth: int) -> None:
+    """The first one has ended when there is a place again."""
+    driver = Driver(depth=depth, max_num_seqs=3, enable_prefix_caching=False)
+    driver.add(request("r0", prompt(23), max_tokens=2))
+    for i, max_tokens in enumerate((9, 3, 5), start=1):
+        driver.add(request(f"r{i}", prompt(23), max_tokens=max_tokens, seed=i, fork_of="r0"))
+    driver.run()
+    driver.check_outputs()
+    assert sum(batch.num_tokens for batch in driver.batches) == 23 + 3 + (1 + 8 + 2 + 4)
+
+
 @pytest.mark.parametrize("chunk", [1, SIZE, 64])
 def test_prompt_logprobs_come_whole_with_the_first_token(chunk: int) -> None:
     """Accumulated over chunks and over a preemption at any step; the prefix cache is not read for them."""

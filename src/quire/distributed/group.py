@@ -10,7 +10,7 @@ Dimensions: T rows, N columns of all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from quire.distributed.layout import Grid
@@ -184,10 +184,19 @@ class Link(Protocol):
 
 
 class Failing(Protocol):
-    """Tells ranks that one of them has failed."""
+    """Tells ranks that one of them has failed. A rank has one, whichever groups it is in."""
 
-    def fail_for(self, rank: int) -> None:
-        """Tell all ranks that `rank` cannot go on. Then the others cannot go on either."""
+    def fail_for(self, rank: int, reason: EngineDeadError | None = None) -> None:
+        """Tell all ranks that `rank` cannot go on. Then the others cannot go on either.
+
+        Args:
+            reason: why this rank cannot go on, if it is `rank`; None: another rank is the reason.
+        """
+        ...
+
+    @property
+    def own_reason(self) -> EngineDeadError | None:
+        """The first reason that was given; None: none was given."""
         ...
 
     @property
@@ -203,12 +212,11 @@ class Ranks:
     Attributes:
         grid: the places of all ranks.
         rank: the number of this rank among all ranks.
-        failing: tells all ranks that one of them has failed.
+        failing: tells all ranks that one of them has failed, and keeps why this one has.
         whereabouts: the progress of the ranks on this machine.
         timeout_seconds: the longest wait for another rank.
         group: the ranks that share this rank's stage or lane; None: this rank has the stage or lane alone.
         everyone: the ranks of all lanes, which share experts; None: there are no lanes.
-        reasons: why this rank has failed, once it has; the first reason counts.
         before: the link that brings the input; None: this is the first stage.
         behind: the link that takes the output; None: this is the last stage.
     """
@@ -222,7 +230,6 @@ class Ranks:
     before: Link | None = None
     behind: Link | None = None
     everyone: Group | None = None
-    reasons: list[EngineDeadError] = field(default_factory=list)
 
     @property
     def samples(self) -> bool:
@@ -240,14 +247,12 @@ class Ranks:
         Args:
             reason: for errors in other work of this rank; None: another rank is the reason.
         """
-        if reason is not None:
-            self.reasons.append(reason)
-        self.failing.fail_for(self.rank)
+        self.failing.fail_for(self.rank, reason)
 
     @property
     def own_failure(self) -> EngineDeadError | None:
         """Why this rank has failed; None: it has not, or because another rank has."""
-        return self.reasons[0] if self.reasons else None
+        return self.failing.own_reason
 
     @property
     def is_committed(self) -> bool:

@@ -23,7 +23,7 @@ from quire.distributed.group import Link, Ranks
 from quire.distributed.layout import Grid
 from quire.distributed.network import SocketLink
 from quire.distributed.whereabouts import Whereabouts
-from quire.errors import ConfigError
+from quire.errors import ConfigError, EngineDeadError
 from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import cpu, extension
 from quire.kernels.layer_rules import AttentionRule
@@ -139,8 +139,10 @@ class _Failing:
 
     def __init__(self, groups: list[SharedMemoryGroup], peers: list[socket.socket]) -> None:
         self._groups, self._peers = groups, peers
+        self.own_reason: EngineDeadError | None = None
 
-    def fail_for(self, rank: int) -> None:
+    def fail_for(self, rank: int, reason: EngineDeadError | None = None) -> None:
+        self.own_reason = self.own_reason or reason
         for group in self._groups[:1]:
             group.fail_for(rank)
         for peer in self._peers:

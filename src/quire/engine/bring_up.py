@@ -126,7 +126,7 @@ def _names(workers: Workers, num_ranks: int) -> list[str]:
 
 
 def least_facts(facts: Sequence[DeviceFacts], names: Sequence[str]) -> DeviceFacts:
-    """The facts of all ranks. Raises ConfigError for ranks with different kernels.
+    """The facts of all ranks. Raises ConfigError for ranks with different kernels, and for ranks with the same GPU.
 
     Args:
         names: the names of the ranks, as text for people.
@@ -141,6 +141,16 @@ def least_facts(facts: Sequence[DeviceFacts], names: Sequence[str]) -> DeviceFac
             fix="Lower --tensor-parallel-size, or use --device cpu",
             param="tensor_parallel_size",
         )
+    owners: dict[str, str] = {}
+    for name, uuid in zip(names, (gpu.uuid for gpu in gpus), strict=False):
+        if uuid and owners.setdefault(uuid, name) != name:
+            raise ConfigError(
+                "Two ranks have the same GPU",
+                value=f"{owners[uuid]}; {name}: {uuid}",
+                expected=f"a GPU of its own for each of {len(facts)} ranks",
+                fix="Give each process its own GPU in CUDA_VISIBLE_DEVICES, or all of them the same list of all GPUs",
+                param="tensor_parallel_size",
+            )
     kinds = {
         each.isa if each.gpu is None else f"{each.isa} and {each.gpu.isa}": name
         for name, each in zip(names, facts, strict=True)
@@ -153,6 +163,8 @@ def least_facts(facts: Sequence[DeviceFacts], names: Sequence[str]) -> DeviceFac
         )
     gpu = first.gpu and replace(
         first.gpu,
+        # A program that starts ranks may let each of them see its own GPU only.
+        num_visible=len(gpus) if all(each.num_visible == 1 for each in gpus) else first.gpu.num_visible,
         total_memory_bytes=min(each.total_memory_bytes for each in gpus),
         free_memory_bytes=min(each.free_memory_bytes for each in gpus),
     )

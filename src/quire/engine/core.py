@@ -32,6 +32,8 @@ logger = get_logger(__name__)
 
 DEFERRED_SECONDS = 0.001  # the time between two checks of deferred requests, if there is nothing else to do
 
+OnBegun = Callable[[list[str]], None]  # takes the ids of requests
+
 
 class Preparer(Protocol):
     """Prepares resources of requests at the same time as steps run: see life_cycle.WorkerExecutor."""
@@ -66,9 +68,8 @@ class EngineCore:
         sleep: waits for a number of seconds.
         preparer: compiles grammars; None: there are no grammars.
         adapters: the adapters of the engine; None: there are none.
-
-    Attributes:
-        on_begun: is told which requests of other engines this one begins to prepare or to compute, before it does.
+        on_begun: is told which requests of other engines this one begins to prepare or to compute, before it does. It
+            is told all of them if scheduling fails.
 
     Raises ValueError if the depth is below 1.
     """
@@ -83,6 +84,7 @@ class EngineCore:
         sleep: Callable[[float], None] = time.sleep,
         preparer: Preparer | None = None,
         adapters: AdapterRegistry | None = None,
+        on_begun: OnBegun = lambda request_ids: None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"The engine needs a depth of at least 1, got {depth}.")
@@ -97,7 +99,7 @@ class EngineCore:
         self._clock, self._sleep = clock, sleep
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []
-        self.on_begun: Callable[[list[str]], None] = lambda request_ids: None
+        self._on_begun = on_begun
         self._preparer = preparer
         self._preparing: dict[str, Polled[object]] = {}  # request id -> its grammar that is being compiled
         self._last_end_time = 0.0  # the time at which the last step ended; 0: there was none
@@ -264,7 +266,6 @@ class EngineCore:
 
     def _step_adapters(self, adapters: AdapterRegistry) -> list[RequestDelta]:
         """Load and drop adapters. Requests end if their adapter is lost."""
-        assert self.scheduler.adapters is not None
         lost = adapters.step(self.scheduler.adapters)
         if lost is None:
             return []
@@ -276,11 +277,15 @@ class EngineCore:
     def _submit(self) -> bool:
         """Schedule and submit a batch, if there is anything to compute."""
         start = self._clock()
-        batch = self.scheduler.schedule()
+        try:
+            batch = self.scheduler.schedule()
+        except Exception:  # the engine ends, and any of its requests may be the reason
+            self._tell_begun(self.scheduler.requests)
+            raise
         if batch is None:
             return False
         scheduled = self._clock()
-        if batch.new_rows or batch.lanes:
+        if batch.new_rows:
             self._tell_begun(self.scheduler.rows_of(batch))
 
         load, predicted, predicted_seconds = None, None, 0.0
@@ -290,9 +295,7 @@ class EngineCore:
                 batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
             )
             predicted = self.cost.predict(load, pause)
-            predicted_seconds = predicted.high
-            if self.scheduler.speculation is not None:
-                predicted_seconds += self.scheduler.speculation.drafter_seconds(batch.draft_token_ids)
+            predicted_seconds = predicted.high + self.scheduler.speculation.drafter_seconds(batch.draft_token_ids)
             self.predicted_seconds += predicted_seconds
         try:
             pending = self.executor.submit(batch)
@@ -314,7 +317,7 @@ class EngineCore:
         for request in begun:
             request.is_retry = False
         if begun:
-            self.on_begun([request.request_id for request in begun])
+            self._on_begun([request.request_id for request in begun])
 
     def _update(self, step: _Step, result: StepResult) -> list[RequestDelta]:
         arrived = self._clock()
@@ -387,17 +390,16 @@ class EngineCore:
             evicted_blocks=scheduler.take_evicted_blocks(),
             experts=result.experts,
             ranks=result.ranks,
-            lanes=scheduler.uses(batch) if isinstance(scheduler, Lanes) else (),
+            lanes=scheduler.uses(batch),
         )
         if load is not None and predicted is not None:
             record.predicted_seconds, record.bound = predicted.seconds, predicted.bound
             record.predicted_low_seconds, record.predicted_high_seconds = predicted.low, predicted.high
             record.num_logits, record.kv_tokens, record.pairs = load.num_logits, load.kv_tokens, load.pairs
-        if scheduler.speculation is not None:
-            counts = scheduler.speculation.take_counts()
-            record.num_drafts, record.num_draft_tokens = counts.num_drafts, counts.num_draft_tokens
-            record.num_accepted_tokens, record.num_draft_failures = counts.num_accepted_tokens, counts.num_failures
-            record.accepted_per_position = tuple(counts.accepted_per_position)
+        counts = scheduler.speculation.take_counts()
+        record.num_drafts, record.num_draft_tokens = counts.num_drafts, counts.num_draft_tokens
+        record.num_accepted_tokens, record.num_draft_failures = counts.num_accepted_tokens, counts.num_failures
+        record.accepted_per_position = tuple(counts.accepted_per_position)
         if self.adapters is not None:
             record.num_adapters, record.num_adapters_in_memory = self.adapters.num_known, self.adapters.num_in_memory
         return record

@@ -125,7 +125,7 @@ def start_external(config: EngineConfig, model_config: ModelConfig, progress: Pr
     if cpus := cpus_of_processes(config):
         bind(cpus[rank % grid.num_local])
     if config.device != "cpu" and rank % grid.num_local:
-        devices.see_gpu(devices.gpu_of_rank(rank % grid.num_local))
+        devices.see_gpu(devices.own_gpu(rank % grid.num_local))
     progress("load", 0.0, f"rank {rank} of {grid.size} waits for the others")
     try:
         met = _meet(rank, grid, config, Path(model_config.model), partial(progress, "load", 0.0))

@@ -122,6 +122,7 @@ class EngineProcess:
                 engine_index=self._launch.engine_index,
                 interpreters=self._interpreters,
                 start_time=self._start_time,
+                on_begun=self._tell_begun,
             )
         except QuireError as error:
             self._send(EngineFailed(error.message, error.code))
@@ -169,7 +170,6 @@ class EngineProcess:
 
     def _serve(self, started: StartedEngine) -> None:
         self._started, core = started, started.core
-        core.on_begun = lambda request_ids: self._send(EngineBegun(request_ids))
         self._send(self._sign_of_life())  # it is the first message that names the ranks
         while not self._stopping:
             if not core.has_work():
@@ -237,8 +237,15 @@ class EngineProcess:
         return handle
 
     def _send(self, message: EngineMessage) -> None:
+        self._link.send(self._encoded(message))
+
+    def _tell_begun(self, request_ids: list[str]) -> None:
+        """For EngineCore. The message must arrive even if a request ends the process at once."""
+        self._link.deliver(self._encoded(EngineBegun(request_ids)))
+
+    def _encoded(self, message: EngineMessage) -> bytes:
         message.engine_index = self._launch.engine_index
-        self._link.send(self._encoder.encode(message))
+        return self._encoder.encode(message)
 
     def _send_progress(self, phase: str, fraction: float, detail: str) -> None:
         now = time.monotonic()

@@ -41,6 +41,13 @@ class ServerLink(Protocol):
         """It leaves at once, or as soon as the server takes it."""
         ...
 
+    def deliver(self, frame: bytes) -> None:
+        """Like `send`, but when it returns, the frame has left: it arrives even if this process ends at once.
+
+        It may overtake frames that were sent before.
+        """
+        ...
+
     @contextmanager
     def beats(self) -> Iterator[Callable[[bytes], None]]:
         """A `send` for another thread. It drops frames that the server cannot take while other frames wait."""
@@ -76,6 +83,12 @@ class UnixLink:
 
     def send(self, frame: bytes) -> None:
         self._outputs.send(frame)
+
+    def deliver(self, frame: bytes) -> None:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as own:  # its end waits for the frame
+            own.setsockopt(zmq.LINGER, int(1000 * LINGER_SECONDS))
+            own.connect(self._address)
+            own.send(frame)
 
     @contextmanager
     def beats(self) -> Iterator[Callable[[bytes], None]]:
@@ -139,6 +152,8 @@ class TcpLink:
     def send(self, frame: bytes) -> None:
         with self._sending, suppress(OSError):  # the thread that reads notices the end
             wire.send(self._peer, frame)
+
+    deliver = send
 
     @contextmanager
     def beats(self) -> Iterator[Callable[[bytes], None]]:

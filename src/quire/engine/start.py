@@ -14,7 +14,7 @@ from quire.cost.calibrate import CACHE_BYTES, MeasuredStep, Rows, fit, points
 from quire.cost.model import CostModel
 from quire.engine.bring_up import RunningWorkers, bring_up
 from quire.engine.calibration import Calibration, KeptCosts
-from quire.engine.core import EngineCore
+from quire.engine.core import EngineCore, OnBegun
 from quire.engine.rank_spawn import RankInterpreter
 from quire.engine.ranks import start_ranks
 from quire.engine.ready import check_targets, ready_message
@@ -92,6 +92,7 @@ def start_engine(
     engine_index: int = 0,
     interpreters: list[RankInterpreter] | None = None,
     start_time: float | None = None,
+    on_begun: OnBegun = lambda request_ids: None,
 ) -> StartedEngine:
     """Load the model in `model_folder`, and let it answer once.
 
@@ -105,6 +106,7 @@ def start_engine(
         engine_index: the index of the replica.
         interpreters: interpreters for further ranks: see start_ranks.
         start_time: the time of the start of the engine: see ThreadExecutor.
+        on_begun: see EngineCore.
 
     Raises:
         QuireError: the engine cannot start. All these errors are meant for the user.
@@ -151,7 +153,8 @@ def start_engine(
         )
         on_error.pop_all()
         on_error.callback(running.executor.shutdown)
-        engine = _answering(running, model_config, started, progress, is_first=is_first, has_clock=executor is None)
+        has_clock = executor is None
+        engine = _answering(running, model_config, started, progress, on_begun, is_first=is_first, has_clock=has_clock)
         on_error.pop_all()
     return engine
 
@@ -161,6 +164,7 @@ def _answering(
     model_config: ModelConfig,
     started: float,
     progress: Progress,
+    on_begun: OnBegun,
     *,
     is_first: bool,
     has_clock: bool,
@@ -182,7 +186,14 @@ def _answering(
     clock = time.monotonic if has_clock else lambda: 0.0
     scheduler = scheduler_of(resolved, model_config, cost, clock, adapters)
     core = EngineCore(
-        scheduler, running.executor, schedule.depth, cost, clock, preparer=running.executor, adapters=adapters
+        scheduler,
+        running.executor,
+        schedule.depth,
+        cost,
+        clock,
+        preparer=running.executor,
+        adapters=adapters,
+        on_begun=on_begun,
     )
     file = calibration_file(resolved, model_config, running.facts)
     if (known := file.read()) is not None:

@@ -30,7 +30,8 @@ def detect() -> GpuFacts | str:
     if 10 * major + minor < devices.LEAST_CAPABILITY:
         return f"{name} is of compute capability {major}.{minor}, and the kernels need 8.0"
     free, total = torch.cuda.mem_get_info()
-    return GpuFacts(name, 10 * major + minor, total, free, num_visible=torch.cuda.device_count())
+    uuid = str(torch.cuda.get_device_properties().uuid)
+    return GpuFacts(name, 10 * major + minor, total, free, num_visible=torch.cuda.device_count(), uuid=uuid)
 
 
 if __name__ == "__main__":

@@ -223,6 +223,18 @@ def gpu_of_rank(rank: int) -> str:
     return gpus[rank] if rank < len(gpus) else ""
 
 
+def own_gpu(rank: int) -> str:
+    """The GPU of a rank in a process that another program has started, as CUDA names it; empty: it has none.
+
+    Such a program may let each process see one GPU only, and then this GPU is the rank's. Elsewhere see gpu_of_rank.
+
+    Args:
+        rank: its number on this machine.
+    """
+    gpus = visible_gpus()
+    return gpus[0] if len(gpus) == 1 else gpu_of_rank(rank)
+
+
 def see_gpu(name: str) -> None:
     """Let this process see one GPU only, or none. Call it before torch looks for GPUs.
 

@@ -28,10 +28,11 @@ class Lanes:
     """
 
     num_stages = 1
-    speculation = adapters = None  # resolve refuses them with lanes
 
     def __init__(self, lanes: Sequence[Scheduler]) -> None:
         self.lanes = tuple(lanes)
+        # No lane has drafts or adapters, because resolve refuses them with lanes. So the first lane's stand for all.
+        self.speculation, self.adapters = lanes[0].speculation, lanes[0].adapters
         for lane in lanes:
             lane.others = tuple(other for other in lanes if other is not lane)
         self._next_step_id = 0
@@ -65,6 +66,11 @@ class Lanes:
     def num_blocks_ever_used(self) -> int:
         """The blocks that were ever in use in the lane that has used the most."""
         return max(lane.num_blocks_ever_used for lane in self.lanes)
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """See Scheduler.requests."""
+        return [*chain(*(lane.requests for lane in self.lanes))]
 
     def has_requests(self) -> bool:
         return any(lane.has_requests() for lane in self.lanes)
@@ -172,7 +178,8 @@ class Lanes:
         return [request for lane, own in lanes if own.request_ids for request in lane.rows_of(own)]
 
     def fail_waiting(self, adapter: str, error: str) -> list[RequestDelta]:
-        raise AssertionError("resolve refuses adapters with lanes")
+        """See Scheduler.fail_waiting."""
+        return [*chain(*(lane.fail_waiting(adapter, error) for lane in self.lanes))]
 
     def _together(self, found: list[ScheduledBatch | None]) -> ScheduledBatch | None:
         """Join the batches of all lanes; None: no lane has a batch."""
@@ -188,6 +195,7 @@ class Lanes:
             [*chain(*(lane.num_scheduled_tokens for lane in lanes))],
             [*chain(*(lane.num_logits for lane in lanes))],
             [*chain(*(lane.draft_token_ids for lane in lanes))],
+            new_rows=[*chain(*(lane.new_rows for lane in lanes))],
             lanes=lanes,
         )
         self._next_step_id += 1

@@ -19,7 +19,7 @@ from quire.messages import RequestDelta, SetLimits
 from quire.outputs import FinishReason
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
-from quire.schedule import EvictedBlock, NewRow, ScheduledBatch, StepResult
+from quire.schedule import EvictedBlock, LaneUse, NewRow, ScheduledBatch, StepResult
 from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
@@ -173,6 +173,11 @@ class Scheduler:
         self.kv.hash_prompt(request)
         return request.num_tokens - self._cached_prefix(request).num_tokens
 
+    @property
+    def requests(self) -> Collection[Request]:
+        """The requests that are not finished."""
+        return self._requests.values()
+
     def has_requests(self) -> bool:
         """Whether there is a request that is not finished."""
         return bool(self._requests)
@@ -189,6 +194,10 @@ class Scheduler:
     def take_evicted_blocks(self) -> list[EvictedBlock] | None:
         """The evicted blocks of the sample since the last call; None: blocks are not followed."""
         return None if self.kv.pool.residency is None else self.kv.pool.residency.take_evicted()
+
+    def uses(self, batch: ScheduledBatch) -> tuple[LaneUse, ...]:
+        """The state of each lane after a step: there are no lanes."""
+        return ()
 
     # The caller's methods
 
@@ -218,6 +227,10 @@ class Scheduler:
         request.sequence = self._num_added
         self._num_added += 1
         self._requests[request.request_id] = request
+        if request.fork_of is not None:
+            request.has_forks = True  # it may take the place of the first continuation
+            if (parent := self._requests.get(request.fork_of)) is not None:
+                parent.has_forks = True
         self.adapters.wait(request)
         if request.adapter is not None:
             is_ready = is_ready or partial(self.adapters.may_run, request)
@@ -624,10 +637,12 @@ class Scheduler:
     def _add_row(self, step: _Step, request: Request, count: int, drafts: Sequence[int] = ()) -> int:
         """Put `count` tokens of a running request, its drafts included, into the step. Returns their number.
 
-        A prompt gets fewer tokens if it has slots for fewer.
+        A prompt gets fewer tokens if it has slots for fewer, or if its last token has to wait for forks.
         """
         batch, table = step.batch, self.kv.table(request)
         count = min(count, table.num_tokens - request.num_computed_tokens, self.kv.step_tokens)
+        if count > 1 and _ends_before_forks(request, request.num_computed_tokens + count):
+            count -= 1
         batch.request_ids.append(request.request_id)
         batch.num_computed_tokens.append(request.num_computed_tokens)
         batch.num_scheduled_tokens.append(count)
@@ -686,13 +701,18 @@ class Scheduler:
         return None
 
     def _parent(self, request: Request) -> Request | None:
-        """The running request that shares the KV of its prompt with this fork; None: there is none."""
+        """The running request that shares the KV of its prompt with this fork; None: there is none.
+
+        It is the first continuation. If that one does not run (any more), it is another one of the same prompt.
+        """
         self._choose_rope(request)
         if request.fork_of is None or request.sampling_params.prompt_logprobs is not None:
             return None
         parent = self._requests.get(request.fork_of)
-        is_shared = parent is not None and parent.status is RUNNING and share_prompt(parent, request)
-        return parent if is_shared else None
+        if parent is None or parent.status is not RUNNING:
+            others = (other for other in self._running if other.status is RUNNING)
+            parent = next((other for other in others if other.fork_of == request.fork_of), None)
+        return parent if parent is not None and share_prompt(parent, request) else None
 
     def _cached_prefix(self, request: Request) -> Prefix:
         """The prefix of a request in the prefix cache. It is empty if the request must not read the cache.
@@ -858,5 +878,16 @@ class Scheduler:
 
 
 def _is_prompt_settled(parent: Request) -> bool:
-    """Whether a fork of this parent need not wait: the prompt's KV is computed, or its blocks are gone."""
-    return parent.status is not RUNNING or parent.num_settled_tokens >= parent.num_prompt_tokens
+    """Whether a fork of this parent need not wait: what it shares of the prompt's KV is computed, or is gone.
+
+    A fork computes the last token of the prompt itself.
+    """
+    return parent.status is not RUNNING or parent.num_settled_tokens >= parent.num_prompt_tokens - 1
+
+
+def _ends_before_forks(request: Request, end: int) -> bool:
+    """Whether a request that computes the tokens before `end` would end before its forks can share its blocks.
+
+    Its last token waits for the next step, in which forks can begin.
+    """
+    return request.has_forks and request.max_tokens == 1 and end == request.num_prompt_tokens

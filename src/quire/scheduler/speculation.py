@@ -14,6 +14,7 @@ from quire.scheduler.proposer import Proposer
 logger = get_logger(__name__)
 
 MOST_ERRORS = 6  # after this number of steps in which the drafter raised, a request drafts no more
+MOST_UNFORGOTTEN = 1000  # so many ids of requests that the drafter could not forget are kept: the newest ones
 
 
 @dataclass(slots=True)
@@ -84,6 +85,7 @@ class Speculation:
         self._most_now = most  # the most drafts of a request in the step that is being made
         self._counts = DraftCounts()
         self._stopped: set[str] = set()  # requests without drafts from now on
+        self._unforgotten: dict[str, None] = {}  # ended ones that the drafter could not forget, in order
         self._errors: dict[str, _Errors] = {}
         self._step = self._last_error_step = 0
         self._failure_log = RateLimited(logger)
@@ -210,13 +212,20 @@ class Speculation:
         """Forget a request that has ended. Unknown ids are allowed.
 
         If the drafter cannot forget it, a later request with this id has no drafts: it could get those of this one.
+        Such drafts would only be refused, so the newest MOST_UNFORGOTTEN of these ids are enough.
         """
         self._stopped.discard(request_id)
         self._errors.pop(request_id, None)
         try:
             self._proposer.forget(request_id)
+            self._unforgotten.pop(request_id, None)
         except Exception as error:  # nobody needs the drafter: the engine goes on
             self._stopped.add(request_id)
+            self._unforgotten[request_id] = None
+            if len(self._unforgotten) > MOST_UNFORGOTTEN:
+                oldest = next(iter(self._unforgotten))
+                del self._unforgotten[oldest]
+                self._stopped.discard(oldest)
             self._counts.num_failures += 1
             self._failure_log.warning("The drafter could not forget request %s", request_id, error=error)
         if self._adaptive is not None:

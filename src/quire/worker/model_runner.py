@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.distributed.group import Ranks
@@ -25,6 +26,7 @@ from quire.kernels import gpu
 from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.sampling.following import SharedSampler
+from quire.sampling.grammars import GrammarMasks
 from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens, SampledTokens, Sampler
 from quire.sampling.sharded import ShardedSampler
@@ -60,10 +62,18 @@ class _Launched:
     """The results of a step on the device, and the rows that they belong to."""
 
     sampling: list[int] = field(default_factory=list)  # positions in the batch of the rows of logits
+    rows: list[int] = field(default_factory=list)  # indices of these rows in the persistent arrays
     drafts: Drafts | None = None
+    before: Sequence[Sequence[int]] = ()  # for each row of logits, the drafts before its token; empty: no drafts
     expected: ExpectedTokens | None = None
     tokens: LaunchedTokens | None = None
     pieces: list[_PromptPiece] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, step: StepRows) -> _Launched:
+        """A step without results yet."""
+        before = () if step.drafts is None else step.drafts.before()
+        return cls(step.sampling_R.tolist(), step.rows_S[step.sampling_R].tolist(), step.drafts, before)
 
     def tensors(self) -> list[Tensor]:
         tensors = [] if self.tokens is None else self.tokens.tensors()
@@ -213,34 +223,24 @@ class ModelRunner:
         if self.drafting is not None:
             batch = self.drafting.fill(batch, result)
         step = inputs.step_rows(batch)
-        sampling, drafts = step.sampling_R, step.drafts
-        rows = step.rows_S[sampling]
-        offsets_R = None if drafts is None else drafts.offsets_R
-        sampled_rows, before = rows.tolist(), () if drafts is None else drafts.before()
-        is_sampling = self._is_last_stage and len(rows) > 0
-        staged = self.forward_pass.stage(step, self.sampler.host_parameters(rows, offsets_R) if is_sampling else ())
+        launched = _Launched.of(step)
+        is_sampling = self._is_last_stage and bool(launched.rows)
+        staged = self.forward_pass.stage(step, self._parameters(step) if is_sampling else ())
         result.prepare_seconds = time.perf_counter() - started - result.draft_seconds
         masks = None
         if inputs.sampling.grammars and not device.runs_ahead:
             self._finish_all()  # computed already: the grammars learn their tokens
-            masks = self.sampler.start_masks(sampled_rows, before)
+            masks = self.sampler.start_masks(launched.rows, launched.before)
         start, num_captured = device.mark(), self.forward_pass.num_captured
         hidden_TD = self.forward_pass.hidden(staged)
         result.has_captured = self.forward_pass.num_captured > num_captured
         self._count_experts(result)
-        launched = _Launched(sampling.tolist(), drafts)
         if is_sampling:
-            owners_R, is_joined = self.sampler.owners(sampled_rows), not self.sampler.takes_parts(sampled_rows)
-            logits_RV = self.forward_pass.logits(staged, hidden_TD, owners_R, is_joined)
-            forwarded = device.mark()
-            if inputs.sampling.needs_tokens(sampled_rows):
-                self._finish_all()  # the forward pass goes on meanwhile
-            launched.tokens = self.sampler.launch(logits_RV, sampled_rows, staged.parameters, before, masks)
-            launched.expected = inputs.expect_tokens(staged, step, launched.tokens.token_ids_R)
+            forwarded = self._launch_tokens(launched, hidden_TD, step, staged, masks)
         else:
             forwarded = device.mark()
-            if len(rows):
-                expected = inputs.expect_tokens(staged, step, torch.full((len(rows),), -1))
+            if launched.rows:
+                expected = inputs.expect_tokens(staged, step, torch.full((len(launched.rows),), -1))
                 self._untold.append((batch.step_id, expected))
         if inputs.num_prompt_logprobs and self._is_last_stage:
             launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step, staged))
@@ -249,6 +249,23 @@ class ModelRunner:
         if self.drafting is not None and len(step.rows_S):
             self.drafting.learn(step, result)
         return pending
+
+    def _parameters(self, step: StepRows) -> tuple[NDArray[Any], ...]:
+        offsets_R = None if step.drafts is None else step.drafts.offsets_R
+        return self.sampler.host_parameters(step.rows_S[step.sampling_R], offsets_R)
+
+    def _launch_tokens(
+        self, launched: _Launched, hidden_TD: Tensor, step: StepRows, staged: StagedStep, masks: GrammarMasks | None
+    ) -> Any:
+        """Compute the logits of a step and sample. Returns the mark after the logits."""
+        owners_R, is_joined = self.sampler.owners(launched.rows), not self.sampler.takes_parts(launched.rows)
+        logits_RV = self.forward_pass.logits(staged, hidden_TD, owners_R, is_joined)
+        forwarded = self.device.mark()
+        if self.input_batch.sampling.needs_tokens(launched.rows):
+            self._finish_all()  # the forward pass goes on meanwhile
+        launched.tokens = self.sampler.launch(logits_RV, launched.rows, staged.parameters, launched.before, masks)
+        launched.expected = self.input_batch.expect_tokens(staged, step, launched.tokens.token_ids_R)
+        return forwarded
 
     def _learn_tokens(self, steps: Sequence[StepTokens]) -> None:
         """Take in tokens that another stage has sampled. If it could not sample a step, the step is void."""
