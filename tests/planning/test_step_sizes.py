@@ -75,6 +75,15 @@ def test_the_reason_and_vllms_value_are_said() -> None:
     assert "a prompt alone has all" in found["max_shared_prefill_tokens"].detail
 
 
+def test_steps_of_an_offline_batch_are_longer() -> None:
+    """A start with few requests, whose number does not set the budget."""
+    offline, server = (
+        settled(is_server=is_server, max_num_seqs=8).settings["max_num_batched_tokens"] for is_server in (False, True)
+    )
+    assert offline.value >= 2 * server.value
+    assert f"a step of {offline.value:,} prompt tokens reaches 99.9% of the rate of longer ones" in offline.detail
+
+
 def test_given_values_stay() -> None:
     given = {"max_num_seqs": 100, "max_num_batched_tokens": 5000, "max_shared_prefill_tokens": 7}
     resolved = settled(**given)

@@ -26,6 +26,9 @@ LARGE_GPU_BYTES = 70 * GIB
 LONGEST_CPU_STEP = 2048
 # Of the rate of endless steps.
 KNEE_SHARE = 0.99
+# Nobody waits for the end of a step of an offline batch, so its steps are longer. A prompt of 512 tokens in int4 takes
+# 1.07 times as long in steps of 128 tokens (benchmarks/NOTES.md, 2026-11-29).
+OFFLINE_KNEE_SHARE = 0.999
 # While several requests are there, a step with prompts takes about this many times as long as a step of these answers
 # alone. Fewer tokens would delay prompts, more would delay answers. benchmarks/defaults.py has the goodput of other
 # settings.
@@ -80,8 +83,9 @@ class StepSizes:
             )
         size, why = most, f"as {whose}"
         if self.knee is not None:
-            knee = self.knee.prompt_tokens(KNEE_SHARE)
-            why = f"knee: a step of {knee:,} prompt tokens reaches {KNEE_SHARE:.0%} of the rate of longer ones"
+            share = KNEE_SHARE if self.is_server else OFFLINE_KNEE_SHARE
+            knee = self.knee.prompt_tokens(share)
+            why = f"knee: a step of {knee:,} prompt tokens reaches {100 * share:g}% of the rate of longer ones"
             size = min(knee, LONGEST_CPU_STEP)
             if size < (least := 2 * max_num_seqs):
                 size, why = least, f"{why}, and twice max_num_seqs leaves room for prompts beside all answers"
