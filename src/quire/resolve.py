@@ -150,7 +150,7 @@ class _Settling:
         if config.num_ranks > 1:
             gpu = self._device.gpu if device == "cuda" else None
             _check_ranks(config, model, gpu)
-            why = "processes of this machine, each with a GPU; only columns are exchanged, and nothing is added up"
+            why = "processes of this machine, each with a GPU; rows and columns are exchanged, and nothing is added up"
             if gpu is None:
                 why = "processes of this machine, with its cores divided; "
                 why += "tokens and logprobs are as with one rank, to the bit"
@@ -216,11 +216,12 @@ class _Settling:
         )
         why, most_queued = "bounded in the server, unbounded offline", 1024 if is_server else None
         queued = self._put_or("max_num_queued_reqs", config.max_num_queued_reqs, most_queued, "default", why)
-        is_async, why = form.device == "cuda", "the GPU computes a step while the next one is scheduled"
-        if not is_async:
-            why = "on CPU the kernels use every core, so there is nothing to hide behind"
-            if config.pipeline_parallel_size > 1:
-                why = "as many batches as stages are in flight"
+        if config.pipeline_parallel_size > 1:
+            is_async, why = False, "as many batches as stages are in flight"
+        elif form.device == "cuda":
+            is_async, why = True, "the GPU computes a step while the next one is scheduled"
+        else:
+            is_async, why = False, "on CPU the kernels use every core, so there is nothing to hide behind"
         return SchedulerSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -422,7 +423,8 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
     if config.num_lanes > 1:
         name = "data_parallel_size"
     refused = (
-        (gpu is not None and (has_stages or config.num_lanes > 1), "a GPU", "Use --device cpu"),
+        (gpu is not None and config.num_lanes > 1, "a GPU", "Use --device cpu"),
+        (gpu is not None and config.nnodes > 1, "GPUs of several machines", "Use --device cpu, or one machine"),
         (
             gpu is not None and config.max_parallel_loading_workers is not None,
             "a GPU and --max-parallel-loading-workers",
@@ -449,7 +451,7 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
             f"There are {config.num_local_ranks} ranks, and each needs a GPU of its own",
             value=gpu.num_visible,
             expected=f"{config.num_local_ranks} GPUs",
-            fix="Lower --tensor-parallel-size, or use --device cpu",
+            fix="Lower --tensor-parallel-size or --pipeline-parallel-size, or use --device cpu",
             param=name,
         )
 

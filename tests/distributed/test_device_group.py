@@ -34,10 +34,11 @@ def together(ranks: list[Ranks], run: Callable[[Ranks], Any]) -> list[Any]:
         return [future.exception() or future.result() for future in futures]
 
 
-def ranks_of(size: int) -> list[Ranks]:
-    grid = Grid(width=size)
+def ranks_of(size: int, num_stages: int = 1) -> list[Ranks]:
+    """`size`: the ranks of a stage."""
+    grid = Grid(width=size, num_stages=num_stages)
     memory = make_memory(grid)
-    ranks = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=60.0) for rank in range(size)]
+    ranks = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=60.0) for rank in range(grid.size)]
     os.close(memory)
     return together(ranks, lambda each: on_devices(each, FakeAccelerator()))
 
@@ -165,6 +166,90 @@ def test_a_rank_that_fails_lets_the_others_go(pair: list[Ranks]) -> None:
     assert not any(isinstance(each, Exception) for each in found), found
     assert found[1] < LEAVES_WITHIN
     group_of(pair[0]).gather(part, (3, 3))  # otherwise Gloo would wait for it at the end
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_rows_pass_through_the_stages_in_their_order(width: int) -> None:
+    """Each rank of a stage sends to the rank in its place of the next stage."""
+    ranks = ranks_of(width, num_stages=3)
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        place, found = ranks.grid.place(ranks.rank), []
+        for step in range(4):
+            ranks.begin_step()
+            rows = torch.full((step + 1, 3), 10.0 * step + place)
+            if ranks.before is not None:
+                rows = ranks.before.receive(step + 1, 3, torch.float32) + 100
+            found.append(rows)
+            if ranks.behind is not None:
+                ranks.behind.send(rows[:, :3])
+            assert ranks.is_committed
+            ranks.end_step()
+        return found
+
+    for rank, found in enumerate(together(ranks, run)):
+        passed = 100.0 * ranks[rank].grid.stage(rank)
+        for step, rows in enumerate(found):
+            assert torch.equal(rows, torch.full((step + 1, 3), passed + 10.0 * step + rank % width)), rank
+    for each in ranks:
+        each.close()
+
+
+@pytest.mark.parametrize("leaver", range(4))
+def test_all_stages_leave_a_step_together(leaver: int) -> None:
+    """Two stages of two ranks. Those that wait for the transfer have not launched it."""
+    ranks = ranks_of(2, num_stages=2)
+
+    def run(ranks: Ranks) -> list[int]:
+        found = []
+        for step in range(3):
+            ranks.begin_step()
+            try:
+                if ranks.rank == leaver and step == 1:
+                    raise OSError
+                rows = torch.zeros(1, 2) if ranks.before is None else ranks.before.receive(1, 2, torch.float32)
+                rows = group_of(ranks).gather(rows[:, :1], (1, 1))
+                if ranks.behind is not None:
+                    ranks.behind.send(rows)
+            except (OSError, StepVoid):
+                assert not ranks.is_committed
+                ranks.leave_step()
+            else:
+                ranks.end_step()
+                found.append(step)
+        return found
+
+    assert together(ranks, run) == [[0, 2]] * 4
+    for each in ranks:
+        each.close()
+
+
+@pytest.mark.parametrize("waits", ["to send", "to receive"])
+def test_a_stage_that_fails_lets_its_neighbours_go(waits: str) -> None:
+    ranks = ranks_of(1, num_stages=2)
+    last, first = ranks
+    failing, waiting = (last, first) if waits == "to send" else (first, last)
+
+    def run(ranks: Ranks) -> float:
+        ranks.begin_step()
+        ranks.steps[0].agree()  # type: ignore[attr-defined]
+        if ranks is failing:
+            time.sleep(0.2)
+            ranks.fail()
+            return 0.0
+        start = time.monotonic()
+        if ranks.behind is not None:
+            ranks.behind.send(torch.ones(2, 3))
+        else:
+            assert ranks.before is not None
+            ranks.before.receive(2, 3, torch.float32)
+        with pytest.raises(GroupError, match=f"rank {failing.rank} has failed"):
+            ranks.check()
+        return time.monotonic() - start
+
+    found = together(ranks, run)
+    assert not any(isinstance(each, Exception) for each in found), found
+    assert found[waiting.rank] < LEAVES_WITHIN
 
 
 def test_the_transport_of_a_gpu() -> None:

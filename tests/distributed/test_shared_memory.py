@@ -286,7 +286,7 @@ def test_a_step_of_two_groups_that_one_rank_leaves(leaver: int, waits: float) ->
     found: list[list[int]] = [[] for _ in ranks]
 
     def run(rank: int) -> None:
-        lane, everyone = ranks[rank].groups
+        lane, everyone = (each for each in ranks[rank].steps if isinstance(each, SharedMemoryGroup))
         for step in range(4):
             for group in (lane, everyone):
                 group.begin_step()

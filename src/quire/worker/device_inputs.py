@@ -52,13 +52,15 @@ class DeviceInputBatch(InputBatch):
         max_tokens: int,
         accelerator: Accelerator,
         steps_in_flight: int,
+        has_grammars: bool = True,
     ) -> None:
         num_bytes = (_TOKEN_BYTES + _SLOT_BYTES * num_tables) * max_tokens + _ROW_BYTES * max(
             max_num_rows, LEAST_LOGITS_ROWS
         )
         num_bytes += 4 + ALIGNMENT * (_NUM_ARRAYS + num_tables)
         staging = Staging(accelerator, num_bytes, steps_in_flight + 1)
-        super().__init__(max_num_rows, max_model_len, block_size, vocab_size, num_tables, adapters, arrays=staging)
+        sizes = max_num_rows, max_model_len, block_size, vocab_size, num_tables
+        super().__init__(*sizes, adapters, arrays=staging, has_grammars=has_grammars)
         device = accelerator.device
         self._block_tables_NCM = torch.zeros(self.block_tables_NCM.shape, dtype=torch.int32, device=device)
         self._newest_C = torch.zeros(max_num_rows, dtype=torch.int64, device=device)

@@ -99,7 +99,10 @@ class OnGpu:
         progress: Progress,
     ) -> ModelRunner:
         """Make the runner, and capture its graphs."""
-        inputs = make_inputs(settings, model.config, self._accelerator, settings.model.max_model_len, adapters)
+        max_model_len, has_grammars = settings.model.max_model_len, self._ranks is None or self._ranks.samples
+        inputs = make_inputs(
+            settings, model.config, self._accelerator, max_model_len, adapters, has_grammars=has_grammars
+        )
 
         def captured(model: CausalLM, caches: list[LayerCache], settings: WorkerSettings) -> StepGraphs | None:
             if not (sizes := paddings(settings)):
@@ -128,6 +131,8 @@ def make_inputs(
     accelerator: Accelerator,
     max_model_len: int,
     adapters: Mapping[str, int] = MappingProxyType({}),
+    *,
+    has_grammars: bool = True,
 ) -> DeviceInputBatch:
     """An InputBatch with rows for all requests that may run, and staging memory for the largest step."""
     return DeviceInputBatch(
@@ -140,6 +145,7 @@ def make_inputs(
         max_tokens=settings.most_tokens,
         accelerator=accelerator,
         steps_in_flight=settings.steps_in_flight,
+        has_grammars=has_grammars,
     )
 
 
