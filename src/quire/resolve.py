@@ -430,11 +430,7 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
             "a GPU and --max-parallel-loading-workers",
             "Leave --max-parallel-loading-workers out: ranks connect their GPUs before they read",
         ),
-        (
-            gpu is not None and config.enable_expert_parallel,
-            "a GPU and --enable-expert-parallel",
-            "Leave --enable-expert-parallel out: then each GPU has a part of every expert",
-        ),
+        (gpu is not None and config.enable_eplb, "a GPU and --enable-eplb", "Leave --enable-eplb out"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
         (

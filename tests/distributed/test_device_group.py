@@ -168,6 +168,38 @@ def test_a_rank_that_fails_lets_the_others_go(pair: list[Ranks]) -> None:
     group_of(pair[0]).gather(part, (3, 3))  # otherwise Gloo would wait for it at the end
 
 
+@pytest.mark.parametrize(
+    ("firsts", "columns", "dtype"),
+    [
+        ((0, 2, 3, 5), (range(20), range(20, 50), range(50, 50)), torch.bfloat16),
+        ((0, 1, 5), (range(3), range(3, 5)), torch.float32),
+        ((0, 0, 5), (range(2), range(2, 70)), torch.uint8),
+    ],
+)
+def test_columns_of_the_rows_of_all_ranks(
+    firsts: tuple[int, ...], columns: tuple[range, ...], dtype: torch.dtype
+) -> None:
+    """A rank has the rows of several experts, and of none. Its other rows are undefined."""
+    begins = torch.tensor([0, 3, 3, 7, 7, 19], dtype=torch.int32)
+    rows, width = 19, columns[-1].stop
+    whole, ranks = part_of(0, 0, rows, width, dtype), ranks_of(len(columns))
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        group = group_of(ranks)
+        begin, end = begins[list(firsts[group.rank : group.rank + 2])].tolist()
+        wide = part_of(group.rank, 1, rows, width + 3, dtype)
+        wide[begin:end, :width] = whole[begin:end]
+        found = [group.exchange(wide[:, :width], begins, firsts, columns) for _ in range(2)]
+        return [*found, group.exchange(wide[:0], begins[:1].expand(6), firsts, columns)]
+
+    for rank, (*found, nothing) in enumerate(together(ranks, run)):
+        for each in found:
+            assert torch.equal(each, whole[:, columns[rank].start : columns[rank].stop])
+        assert nothing.shape == (0, len(columns[rank]))
+    for each in ranks:
+        each.close()
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_rows_pass_through_the_stages_in_their_order(width: int) -> None:
     """Each rank of a stage sends to the rank in its place of the next stage."""

@@ -206,7 +206,7 @@ def test_columns_of_the_rows_of_all_ranks(
         wide[own.start : own.stop, :width] = whole[own.start : own.stop]
         found = []
         for _ in range(3):
-            found.append(group.exchange(wide[:, :width], begins, range(size + 1), columns[group.rank]))
+            found.append(group.exchange(wide[:, :width], begins, range(size + 1), columns))
             group.gather(wide[:, :1], [1] * size)
         return found
 
@@ -218,7 +218,7 @@ def test_columns_of_the_rows_of_all_ranks(
 def test_ranks_that_route_differently_are_noticed() -> None:
     def run(group: SharedMemoryGroup) -> torch.Tensor:
         begins = torch.tensor([0, 2 + group.rank, 5], dtype=torch.int32)
-        return group.exchange(torch.ones(5, 4), begins, (0, 1, 2), range(2))
+        return group.exchange(torch.ones(5, 4), begins, (0, 1, 2), [range(2)] * 2)
 
     assert any("does something else" in str(each) for each in together(groups_of(2), run))
 

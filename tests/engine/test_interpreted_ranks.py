@@ -42,9 +42,15 @@ LIMITS = {
 }
 
 
-def tiny_checkpoint(folder: Path) -> Path:
+OF_ATTENTION = {"norm", "paged_attention", "rope_and_cache"}
+OF_EXPERTS = {"ExpertRows", "combine", "linear", "route"}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def tiny_checkpoint(folder: Path, experts: dict[str, int]) -> Path:
     """Random weights, so wide that tokens differ. Two ranks have two heads of queries and one of keys each."""
-    raw = SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}
+    kind = ("Qwen3MoeForCausalLM", "qwen3_moe") if experts else ("Qwen3ForCausalLM", "qwen3")
+    raw = SIZES | {"architectures": [kind[0]], "model_type": kind[1], "tie_word_embeddings": True} | experts
     raw |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(raw))
     shapes = build_model(load_model_config(folder), ModelForm(torch.float32)).expected_weights()
@@ -58,13 +64,27 @@ def prompts() -> list[Prompt]:
     return requests()[:2]
 
 
-def test_two_ranks_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("experts", "sharing", "forward"),
+    [
+        ({}, {}, {"gated_activation", *OF_ATTENTION}),
+        (EXPERTS, {"enable_expert_parallel": True}, {"gated_activation", *OF_ATTENTION, *OF_EXPERTS}),
+    ],
+    ids=["dense", "whole experts"],
+)
+def test_two_ranks_on_gpus(
+    experts: dict[str, int],
+    sharing: dict[str, bool],
+    forward: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A prompt beside a decode, captured steps, a random row beside a greedy one; hosts that are ahead."""
     from quire.kernels.triton.launch import IS_INTERPRETED
 
     if not IS_INTERPRETED:
         pytest.skip("there is a GPU, on which kernels are not interpreted")
-    folder = tiny_checkpoint(tmp_path)
+    folder = tiny_checkpoint(tmp_path, experts)
     engine = started(1, folder, **LIMITS)
     expected = run(engine.core, prompts())
     engine.core.shutdown()
@@ -72,7 +92,7 @@ def test_two_ranks_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     file, kernels = tmp_path / "kernels", Kernels()
     monkeypatch.setattr(rank_spawn, "PROGRAM", ("-m", "tests.engine.interpreted_gpus", str(file)))
     use_them(kernels, monkeypatch.setattr)
-    engine = in_processes(folder, tensor_parallel_size=2, device="cuda", **LIMITS)
+    engine = in_processes(folder, tensor_parallel_size=2, device="cuda", **LIMITS, **sharing)
     try:
         first = engine.executor.workers[0]  # type: ignore[attr-defined]
         assert isinstance(first, DeviceWorker)
@@ -82,6 +102,5 @@ def test_two_ranks_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert first.runner.forward_pass.num_captured
     finally:
         engine.core.shutdown()
-    forward = {"gated_activation", "norm", "paged_attention", "rope_and_cache"}
     assert kernels.names.keys() == forward | {"greedy", "sample"}
     assert set(file.read_text().split()) == forward, "the first rank samples"

@@ -6,6 +6,7 @@ stands in for NCCL.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from quire.distributed.group import GroupError
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, EngineDeadError, MemoryPlanError
+from quire.forward_batch import ForwardBatch, LaneRows
 from quire.grammar.text import grammar_text
 from quire.kernels import cpu
 from quire.life_cycle import Worker
@@ -32,7 +34,7 @@ from quire.messages import AddRequest, Progress, UseTokenizer
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.decoder import Decoder
 from quire.planning.cut_stages import grid_of, part_of_rank
-from quire.planning.memory_plan import logits_bytes
+from quire.planning.memory_plan import buffer_bytes, logits_bytes
 from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.worker.cuda_graphs import StepGraphs
@@ -42,6 +44,7 @@ from tests.engine.harness import EOS, tokens_and_logprobs, two_layers
 from tests.engine.queued_gpus import OnCpu
 from tests.engine.ranks import LIMITS, fail_at, ignore
 from tests.engine.ranks import started as on_cpus
+from tests.engine.test_rank_processes import EXPERTS
 from tests.engine.test_sameness_ranks import Answer, answers, of_ranks
 from tests.engine.test_sameness_ranks import expected as expected_of_six_layers
 from tests.engine.test_sameness_ranks_drafters import drafted, of_one, speculation
@@ -159,6 +162,19 @@ def test_stages_give_the_tokens_of_one_rank(num_ranks: int, num_stages: int, arg
     folder = two_layers() if num_stages == 2 else quire.demo.path("target")
     found = of_gpus(num_ranks, folder, num_stages=num_stages, **arguments)
     assert found == (expected("bfloat16") if num_stages == 2 else expected_of_six_layers("bfloat16", cpu.isa()))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "arguments"), [(1, {}), (1, {"expert_placement_strategy": "round_robin"}), (2, {})]
+)
+def test_whole_experts(num_stages: int, arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Ranks have four and three of seven experts. Nothing is dispatched: all ranks of a stage have all rows."""
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    form = {"load_format": "dummy", "max_model_len": 128, "max_num_batched_tokens": 17}
+    one = of_ranks(1, tmp_path, **form)
+    assert len({tuple(tokens) for tokens, _ in one}) > 2
+    found = of_gpus(2, tmp_path, num_stages=num_stages, enable_expert_parallel=True, **form, **arguments)
+    assert found == one
 
 
 def test_graphs_of_a_stage_begin_with_new_rows() -> None:
@@ -364,11 +380,19 @@ def test_what_ranks_on_gpus_cannot_do(arguments: dict[str, Any], why: str, monke
         started(**{"num_ranks": 2, **arguments})
 
 
-def test_gpus_of_several_machines_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({"num_ranks": 1, "num_stages": 2, "nnodes": 2}, "Pipeline parallelism .* GPUs of several machines"),
+        ({"num_ranks": 2, "enable_expert_parallel": True, "enable_eplb": True}, "a GPU and --enable-eplb"),
+        ({"num_ranks": 1, "enable_expert_parallel": True, "data_parallel_size": 2}, "Sharing experts .* with a GPU"),
+    ],
+)
+def test_what_is_refused_by_the_settings_alone(sizes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     facts = DeviceFacts("cpu", "fake", "avx2", 2, GIB, GIB, gpu=GpuFacts("fake", 90, GIB, GIB, 2), no_gpu="")
-    config = config_of(1, num_stages=2, nnodes=2)
-    with pytest.raises(ConfigError, match="Pipeline parallelism does not go together with GPUs of several machines"):
-        resolve(config, load_model_config(two_layers()), facts, is_server=True)
+    with pytest.raises(ConfigError, match=why):
+        resolve(config_of(**sizes), load_model_config(tmp_path), facts, is_server=True)
 
 
 def test_hosts_run_ahead_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,6 +460,31 @@ def test_memory_in_which_logits_are_joined_is_planned(num_ranks: int, monkeypatc
             config = worker.model.config  # type: ignore[attr-defined]
             row_bytes = 4 * num_rows * config.vocab_size
             assert 2 * row_bytes < peak_bytes <= logits_bytes(config, num_rows, "cuda") < 4 * row_bytes
+    finally:
+        engine.core.shutdown()
+
+
+def test_memory_in_which_rows_of_experts_are_exchanged_is_planned(tmp_path: Path) -> None:
+    wide = EXPERTS | {"moe_intermediate_size": 16, "num_experts_per_tok": 4}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    sizes = {"load_format": "dummy", "max_model_len": 128, "enable_expert_parallel": True, "enforce_eager": True}
+    engine = started(2, tmp_path, **sizes)
+
+    def peak(worker: Worker) -> int:
+        assert isinstance(worker, DeviceWorker)
+        assert isinstance(worker.model, Decoder)
+        x_TD = torch.zeros((num_rows, worker.model.config.hidden_size), dtype=torch.bfloat16)
+        with torch.inference_mode(), LiveBuffers() as buffers:
+            worker.model._mixtures[0](x_TD, ForwardBatch.without_rows(one_lane))
+        return buffers.peak_bytes
+
+    num_rows = 1024
+    one_lane = LaneRows.of([num_rows])
+    assert one_lane is not None
+    try:
+        for worker, peak_bytes in zip(workers_of(engine), engine.executor._tell(peak), strict=True):  # type: ignore[attr-defined]
+            planned = buffer_bytes(worker.model.config, num_rows, "bfloat16", "cuda")
+            assert buffer_bytes(worker.model.config, num_rows, "bfloat16", "cpu") < peak_bytes <= planned
     finally:
         engine.core.shutdown()
 

@@ -88,6 +88,10 @@ class FakeTransport:
     def _allgather_base(self, output: Tensor, own: Tensor) -> FakeWork:
         return self._begin(self._gather, tuple(range(self._size)), output, own)
 
+    def alltoall_base(self, output: Tensor, given: Tensor, out_sizes: list[int], sizes: list[int]) -> FakeWork:
+        assert out_sizes == sizes == [], "each rank gets an equal part"
+        return self._begin(self._to_all, output, given)
+
     def send(self, tensors: list[Tensor], receiver: int, tag: int) -> FakeWork:
         return self._begin(self._pass_on, receiver, *tensors, True)
 
@@ -110,6 +114,13 @@ class FakeTransport:
                 return
             time.sleep(0)
         work.wait()
+
+    @torch.inference_mode()
+    def _to_all(self, output: Tensor, given: Tensor) -> None:
+        everything = output.new_empty((self._size, *given.shape))
+        self._gather(tuple(range(self._size)), everything.view(-1, *given.shape[1:]), given)
+        if not self._is_aborted.is_set():
+            output.copy_(everything[:, self._rank])
 
     @torch.inference_mode()
     def _pass_on(self, other: int, rows: Tensor, is_sender: bool) -> None:

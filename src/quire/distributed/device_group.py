@@ -8,7 +8,7 @@ Later, an error ends all ranks of the engine.
 GPUs of several stages wait for each other only along the stages and the steps. A stage receives the rows of step k when
 it has sent those of step k - 1. So no GPUs wait for each other in a circle.
 
-Dimensions: T rows, N columns of all ranks, D hidden, G ranks of the group.
+Dimensions: T rows, N columns of all ranks, D hidden, G ranks of the group, P rows of all ranks, C columns of a rank.
 """
 
 from __future__ import annotations
@@ -218,9 +218,32 @@ class DeviceGroup:
         raise AssertionError("the first rank samples all rows")
 
     def exchange(
-        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+        self,
+        rows_PN: Tensor,
+        begins: Tensor,
+        firsts: Sequence[int],
+        columns: Sequence[range],
+        num_rows: int | None = None,
     ) -> Tensor:
-        raise AssertionError("resolve refuses whole experts of ranks on GPUs")
+        """See Group. Every rank sends its columns of all P rows to each rank, because the host does not know its own.
+
+        So a rank sends G times as many bytes as through shared memory.
+        """
+        assert num_rows is None, "resolve refuses lanes on GPUs"
+        P, own = len(rows_PN), columns[self.rank]
+        if P == 0:
+            return rows_PN.new_empty((P, len(own)))
+        self.agree()
+        sent_GPC = rows_PN.new_empty((self.size, P, max(map(len, columns))))
+        for sent_PC, its in zip(sent_GPC, columns, strict=True):
+            sent_PC[:, : len(its)] = rows_PN[:, its.start : its.stop]
+        got_GPC = torch.empty_like(sent_GPC)
+        self._transport.alltoall_base(got_GPC, sent_GPC, [], []).wait()
+        ends = torch.cat([begins[first : first + 1] for first in firsts[1:-1]])
+        rows_P = torch.arange(P, dtype=torch.int32, device=rows_PN.device)
+        owners_P = torch.bucketize(rows_P, ends, right=True)
+        own_GPC = got_GPC[:, :, : len(own)]
+        return own_GPC.gather(0, owners_P.view(1, P, 1).expand(1, P, len(own)))[0]
 
     def attend(
         self,

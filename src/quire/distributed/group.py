@@ -114,7 +114,12 @@ class Group(Protocol):
         ...
 
     def exchange(
-        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+        self,
+        rows_PN: Tensor,
+        begins: Tensor,
+        firsts: Sequence[int],
+        columns: Sequence[range],
+        num_rows: int | None = None,
     ) -> Tensor:
         """Get some columns of the rows of all ranks: [P, C], in new memory. Each rank has all columns of its own rows.
 
@@ -122,7 +127,7 @@ class Group(Protocol):
             rows_PN: the rows of this rank: rank r has rows begins[firsts[r]] to begins[firsts[r + 1]] of P rows.
             begins: int32, ascending from 0 to P. It must be equal on all ranks.
             firsts: for each rank, the index of its first entry of `begins`.
-            columns: the C columns that this rank gets.
+            columns: for each rank, the columns that it gets. This rank gets C columns.
             num_rows: P, if `rows_PN` has only the rows of this rank; None: `rows_PN` has P rows, and this rank has
                 filled its own.
 

@@ -199,11 +199,17 @@ class SharedMemoryGroup:
         return out
 
     def exchange(
-        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+        self,
+        rows_PN: Tensor,
+        begins: Tensor,
+        firsts: Sequence[int],
+        columns: Sequence[range],
+        num_rows: int | None = None,
     ) -> Tensor:
         num_rows = rows_PN.shape[0] if num_rows is None else num_rows
-        out = torch.empty((num_rows, len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
-        cpu.exchange(self._shared, rows_PN, begins, firsts, columns.start, out)
+        own = columns[self.rank]
+        out = torch.empty((num_rows, len(own)), dtype=rows_PN.dtype, device=rows_PN.device)
+        cpu.exchange(self._shared, rows_PN, begins, firsts, own.start, out)
         return out
 
     def attend(

@@ -87,7 +87,8 @@ class PagedCache:
         for piece in torch.split(self.pages, max(1, COPY_BYTES // firsts[-1]), dim=1):
             rows = torch.empty((firsts[-1], piece.shape[1]), dtype=torch.uint8)
             rows[own] = piece[sources[owner]]
-            found = group.exchange(rows, begins, range(group.size + 1), range(piece.shape[1]))
+            columns = [range(piece.shape[1])] * group.size
+            found = group.exchange(rows, begins, range(group.size + 1), columns)
             for row, page in taken:
                 piece[page] = found[row]
 

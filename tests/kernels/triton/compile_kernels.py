@@ -149,15 +149,17 @@ def expert_cases(sm: int) -> dict[str, dict[str, Any]]:
             "kernel": experts._route_kernel,
             "constants": {"S": 8, "SCORING": scoring, "GROUPS": groups, "ACTIVE_GROUPS": max(groups // 2, 1)}
             | {"IS_TOP2": is_top2, "NORMALIZES": True, "BLOCK_E": 256, "BLOCK_S": 8}
-            | ({} if groups > 1 else {"bias_ptr": None}),
+            | ({} if groups > 1 else {"bias_ptr": None, "copies_ptr": None, "places_ptr": None}),
             "types": dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*fp32")
-            | {"experts_ptr": "*i32", "scale": "fp32", "jitter": "fp32"},
+            | dict.fromkeys(("experts_ptr", "copies_ptr", "places_ptr"), "*i32")
+            | {"scale": "fp32", "jitter": "fp32"},
             "options": {"num_warps": 1},
         }
     found["route by sparsemixer"] = {
         "kernel": experts._route_kernel,
         "constants": {"S": 2, "SCORING": "sparsemixer", "GROUPS": 1, "ACTIVE_GROUPS": 1, "IS_TOP2": False}
-        | {"NORMALIZES": False, "BLOCK_E": 16, "BLOCK_S": 2, "bias_ptr": None},
+        | {"NORMALIZES": False, "BLOCK_E": 16, "BLOCK_S": 2}
+        | {"bias_ptr": None, "copies_ptr": None, "places_ptr": None},
         "types": {"logits_ptr": "*fp32", "weights_ptr": "*fp32", "experts_ptr": "*i32"}
         | {"scale": "fp32", "jitter": "fp32"},
         "options": {"num_warps": 1},
@@ -529,14 +531,15 @@ def cases() -> dict[str, dict[str, Any]]:
             **{
                 name: {
                     "kernel": activation._gated_activation_kernel,
-                    "constants": {"NAME": name, "BLOCK": 1024, "factors_ptr": None, "order_ptr": None},
+                    "constants": {"NAME": name, "BLOCK": 1024}
+                    | dict.fromkeys(("factors_ptr", "order_ptr", "begins_ptr")),
                 }
                 for name in ("silu", "clamped_swiglu")
             },
-            "silu with factors": {
+            "silu with factors, of some rows": {
                 "kernel": activation._gated_activation_kernel,
                 "constants": {"NAME": "silu", "BLOCK": 1024},
-                "types": {"factors_ptr": "*fp32", "order_ptr": "*i32"},
+                "types": {"factors_ptr": "*fp32", "order_ptr": "*i32", "begins_ptr": "*i32"},
             },
             "greedy": {
                 "kernel": sampling._highest_kernel,
