@@ -68,7 +68,7 @@ ACCEPTED = {
         )
     },
     **{
-        f"--dcp-comm-backend {name}": "partial results through memory that they share, or on GPUs by NCCL"
+        f"--dcp-comm-backend {name}": "partial results through memory that they share, and in no other way"
         for name in ("ag_rs", "a2a")
     },
     "--dcp-q-replicate": "fewer bytes than the weights to compute them",
