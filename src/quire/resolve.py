@@ -172,7 +172,8 @@ class _Settling:
         put("kv_cache_dtype", config.kv_cache_dtype, config.sources["kv_cache_dtype"], _kv_detail(config, dtype, model))
         block_size, num_threads = self._block_size(), self._num_threads()
         if (num_kv_owners := config.decode_context_parallel_size) > 1:
-            why = f"each rank has one of {num_kv_owners} blocks; tokens and logprobs are as without it, to the bit"
+            bits = "tokens and logprobs are as without it, to the bit" if gpu is None else "sums differ in last bits"
+            why = f"each rank has one of {num_kv_owners} blocks; {bits}"
             source = config.sources["decode_context_parallel_size"]
             put("decode_context_parallel_size", num_kv_owners, source, why)
         max_model_len = put("max_model_len", *_max_model_len(config, model))
@@ -455,7 +456,12 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
 def _check_context(config: EngineConfig, model: ModelConfig, device: str, backend: str) -> None:
     """Raise ConfigError for settings that a divided KV cache does not support in this version."""
     refused = (
-        (device != "cpu", "a GPU", "Use --device cpu"),
+        (
+            device == "cuda" and config.deterministic,
+            "a GPU and --deterministic, because bits depend on the rank that has a block",
+            "Leave --deterministic out",
+        ),
+        (backend == "FLASHINFER", "FlashInfer, which reads all of the KV cache", "Leave --attention-backend out"),
         (
             model.drafter is not None,
             "a model that drafts, whose keys and values every rank holds",

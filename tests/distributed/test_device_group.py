@@ -18,7 +18,9 @@ from quire.distributed.device_group import DeviceGroup, on_devices
 from quire.distributed.group import GroupError, Ranks, StepVoid
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
-from quire.kernels import cpu
+from quire.forward_batch import ForwardBatch, LayerCache, StepTable
+from quire.kernels import cpu, reference
+from quire.kernels.layer_rules import AttentionRule
 from tests.distributed.test_shared_memory import part_of
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -196,6 +198,38 @@ def test_columns_of_the_rows_of_all_ranks(
         for each in found:
             assert torch.equal(each, whole[:, columns[rank].start : columns[rank].stop])
         assert nothing.shape == (0, len(columns[rank]))
+    for each in ranks:
+        each.close()
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_over_a_divided_cache(has_sinks: bool) -> None:
+    """Two pairs of neighbours, each with a cache of its own: a prompt beside a decode, on pages of both or of one."""
+    heads, num_pages, P, E, random = (2, 1, 1, 2), 7, 4, 16, torch.Generator().manual_seed(2)
+    tables_SM = torch.tensor([[5, 2, 0], [4, -1, -1]], dtype=torch.int32)
+    lens_S, cu_S1 = torch.tensor([11, 3], dtype=torch.int32), torch.tensor([0, 6, 7], dtype=torch.int32)
+    q_PTHE, caches_P2BGPE = (torch.randn(2, *sizes, generator=random) for sizes in ((7, 3, E), (2, num_pages, 1, P, E)))
+    sinks_PH = torch.randn(2, 3, generator=random)
+    rule, ranks = AttentionRule(0.3), ranks_of(len(heads))
+    whole = [
+        reference.paged_attention(q_THE, LayerCache(*both), tables_SM, lens_S, cu_S1, rule, sinks_H)
+        for q_THE, both, sinks_H in zip(q_PTHE, caches_P2BGPE, sinks_PH if has_sinks else (None, None), strict=True)
+    ]
+
+    def own_heads(rank: int) -> slice:
+        begin = sum(heads[rank - rank % 2 : rank])
+        return slice(begin, begin + heads[rank])
+
+    def run(ranks: Ranks) -> torch.Tensor:
+        pair, owner = divmod(ranks.rank, 2)
+        cache = LayerCache(*(each[owner::2] for each in caches_P2BGPE[pair]))
+        tables = (StepTable(torch.empty(0), tables_SM),)
+        batch = ForwardBatch(torch.empty(7), torch.empty(7), cu_S1, lens_S, tables, [cache])
+        sinks_H = sinks_PH[pair, own_heads(ranks.rank)] if has_sinks else None
+        return group_of(ranks).attend(q_PTHE[pair], cache, batch, rule, heads, 2, sinks_H)
+
+    for rank, found in enumerate(together(ranks, run)):
+        torch.testing.assert_close(found, whole[rank // 2][:, own_heads(rank)], atol=1e-6, rtol=1e-5)
     for each in ranks:
         each.close()
 

@@ -370,12 +370,10 @@ def test_an_error_where_results_are_taken_in_ends_the_engine(rank: int, monkeypa
         ({"num_ranks": 4}, "There are 4 ranks, and each needs a GPU of its own. Got 3"),
         ({"max_parallel_loading_workers": 1}, "a GPU and --max-parallel-loading-workers"),
         ({"pipeline_parallel_size": 2}, "There are 4 ranks, and each needs a GPU of its own. Got 3"),
-        ({"num_ranks": 4, "decode_context_parallel_size": 2}, "do not divide the KV cache together with a GPU"),
     ],
 )
 def test_what_ranks_on_gpus_cannot_do(arguments: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "decode_context_parallel_size" not in arguments:
-        monkeypatch.setattr(GpuRank, "num_gpus", 3)
+    monkeypatch.setattr(GpuRank, "num_gpus", 3)
     with pytest.raises(ConfigError, match=why):
         started(**{"num_ranks": 2, **arguments})
 
@@ -386,13 +384,14 @@ def test_what_ranks_on_gpus_cannot_do(arguments: dict[str, Any], why: str, monke
         ({"num_ranks": 1, "num_stages": 2, "nnodes": 2}, "Pipeline parallelism .* GPUs of several machines"),
         ({"num_ranks": 2, "enable_expert_parallel": True, "enable_eplb": True}, "a GPU and --enable-eplb"),
         ({"num_ranks": 1, "enable_expert_parallel": True, "data_parallel_size": 2}, "Sharing experts .* with a GPU"),
+        ({"num_ranks": 2, "decode_context_parallel_size": 2, "deterministic": True}, "a GPU and --deterministic"),
     ],
 )
 def test_what_is_refused_by_the_settings_alone(sizes: dict[str, Any], why: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     facts = DeviceFacts("cpu", "fake", "avx2", 2, GIB, GIB, gpu=GpuFacts("fake", 90, GIB, GIB, 2), no_gpu="")
     with pytest.raises(ConfigError, match=why):
-        resolve(config_of(**sizes), load_model_config(tmp_path), facts, is_server=True)
+        resolve(config_of(**sizes, max_model_len=128), load_model_config(tmp_path), facts, is_server=True)
 
 
 def test_hosts_run_ahead_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,8 +127,8 @@ PARALLELISM: tuple[Foreign, ...] = (
         off=(256,),
     ),
     *accepted(
-        "ranks that divide a KV cache exchange queries and partial results through memory that they share, and in no "
-        "other way",
+        "ranks that divide a KV cache exchange queries and partial results through memory that they share, or on GPUs "
+        "by NCCL",
         values="dcp_comm_backend",
     ),
     *accepted(

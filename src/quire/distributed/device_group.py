@@ -8,7 +8,8 @@ Later, an error ends all ranks of the engine.
 GPUs of several stages wait for each other only along the stages and the steps. A stage receives the rows of step k when
 it has sent those of step k - 1. So no GPUs wait for each other in a circle.
 
-Dimensions: T rows, N columns of all ranks, D hidden, G ranks of the group, P rows of all ranks, C columns of a rank.
+Dimensions: T rows, N columns of all ranks, D hidden, G ranks of the group, P rows of all ranks, C columns of a rank, H
+heads, E head dim, V value dim; in `attend`, N neighbours and W = V + 2.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from quire.distributed.shared_memory import SharedMemoryGroup
 from quire.errors import EngineDeadError
 from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels.layer_rules import AttentionRule
+from quire.kernels.partial_attention import Partials, join_partials, partial_attention
 
 LOOK_SECONDS = 0.25  # seconds between two looks for a rank that has failed
 CLOSE_SECONDS = 1.0  # the longest wait for the end of the transport
@@ -237,8 +239,7 @@ class DeviceGroup:
         sent_GPC = rows_PN.new_empty((self.size, P, max(map(len, columns))))
         for sent_PC, its in zip(sent_GPC, columns, strict=True):
             sent_PC[:, : len(its)] = rows_PN[:, its.start : its.stop]
-        got_GPC = torch.empty_like(sent_GPC)
-        self._transport.alltoall_base(got_GPC, sent_GPC, [], []).wait()
+        got_GPC = self._to_all(sent_GPC)
         ends = torch.cat([begins[first : first + 1] for first in firsts[1:-1]])
         rows_P = torch.arange(P, dtype=torch.int32, device=rows_PN.device)
         owners_P = torch.bucketize(rows_P, ends, right=True)
@@ -255,7 +256,31 @@ class DeviceGroup:
         num_owners: int,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        raise AssertionError("resolve refuses a divided KV cache on GPUs")
+        """See Group. A rank joins its own pages first, and then those of its neighbours, one partial result of each.
+
+        So the last bits of a token depend on which of them has which page.
+        """
+        owner, V = self.rank % num_owners, cache.v_BGPE.shape[3]
+        neighbours, T = range(self.rank - owner, self.rank - owner + num_owners), len(q_THE)
+        self.agree()
+        tables_SM = batch.tables[cache.table].block_tables_SM
+        arguments = (q_THE, cache, tables_SM, batch.seq_lens_S, batch.cu_seqlens_q_S1, rule, num_owners, owner)
+        values_THV, maxima_TH, sums_TH = partial_attention(*arguments)
+        found_THW = torch.cat([values_THV, maxima_TH[:, :, None], sums_TH[:, :, None]], 2)
+        sent_GTHW = found_THW.new_empty((self.size, T, max(heads), V + 2))
+        parts = found_THW.split_with_sizes([heads[rank] for rank in neighbours], 1)
+        for rank, part_THW in zip(neighbours, parts, strict=True):
+            sent_GTHW[rank, :, : heads[rank]] = part_THW
+        got_GTHW = self._to_all(sent_GTHW)
+        own_NTHW = got_GTHW[neighbours.start : neighbours.stop, :, : heads[self.rank]]
+        partials = Partials(own_NTHW[..., :V], own_NTHW[..., V], own_NTHW[..., V + 1])
+        return join_partials(partials, sinks_H, q_THE.dtype)
+
+    def _to_all(self, sent: Tensor) -> Tensor:
+        """Entry r goes to rank r. The result has one entry from each rank."""
+        got = torch.empty_like(sent)
+        self._transport.alltoall_base(got, sent, [], []).wait()
+        return got
 
     def agree(self) -> None:
         self._agreement.agree()
