@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire.distributed.device_group import DeviceGroup, on_devices
+from quire.distributed.device_group import Agreement, DeviceGroup, on_devices
 from quire.distributed.group import GroupError, Ranks, StepVoid
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.forward_batch import ForwardBatch, LayerCache, StepTable
 from quire.kernels import cpu, reference
 from quire.kernels.layer_rules import AttentionRule
+from quire.worker.kv_cache import PagedCache
 from tests.distributed.test_shared_memory import part_of
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -202,6 +203,24 @@ def test_columns_of_the_rows_of_all_ranks(
         each.close()
 
 
+def test_pages_are_copied_between_owners() -> None:
+    """A page may go to another rank, and all sources are read before any page is written."""
+    pages, copies = torch.arange(6 * 32, dtype=torch.uint8).view(6, 32), [(0, 3), (4, 1), (1, 2), (2, 5)]
+    expected, ranks = pages.clone(), ranks_of(2)
+    for source, destination in copies:
+        expected[destination] = pages[source]
+
+    def run(ranks: Ranks) -> torch.Tensor:
+        cache = PagedCache(pages[ranks.rank :: 2].clone(), [], num_owners=2)
+        cache.copy_pages(copies, group_of(ranks))
+        return cache.pages
+
+    for rank, found in enumerate(together(ranks, run)):
+        assert torch.equal(found, expected[rank::2])
+    for each in ranks:
+        each.close()
+
+
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention_over_a_divided_cache(has_sinks: bool) -> None:
     """Two pairs of neighbours, each with a cache of its own: a prompt beside a decode, on pages of both or of one."""
@@ -316,6 +335,29 @@ def test_a_stage_that_fails_lets_its_neighbours_go(waits: str) -> None:
     found = together(ranks, run)
     assert not any(isinstance(each, Exception) for each in found), found
     assert found[waiting.rank] < LEAVES_WITHIN
+
+
+def test_no_transport_waits_for_the_end_of_another_one() -> None:
+    """The device may wait in the second one, while the end of the first one waits for the device."""
+    first, second = ranks_of(1, num_stages=2)
+    (agreement,) = first.steps
+    assert isinstance(agreement, Agreement)
+    (links,) = agreement.transports
+    is_over = threading.Event()
+
+    class Waiting:
+        def abort(self) -> None:
+            is_over.wait()
+
+    class Ending:
+        def abort(self) -> None:
+            links.abort()
+            is_over.set()
+
+    agreement.transports[:] = [Waiting(), Ending()]
+    first.close()
+    assert is_over.wait(LEAVES_WITHIN)
+    second.close()
 
 
 def test_the_transport_of_a_gpu() -> None:

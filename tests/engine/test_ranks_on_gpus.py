@@ -165,7 +165,7 @@ def test_stages_give_the_tokens_of_one_rank(num_ranks: int, num_stages: int, arg
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "arguments"), [(1, {}), (1, {"expert_placement_strategy": "round_robin"}), (2, {})]
+    ("num_stages", "arguments"), [(1, {"expert_placement_strategy": "round_robin"}), (2, {"enforce_eager": True})]
 )
 def test_whole_experts(num_stages: int, arguments: dict[str, Any], tmp_path: Path) -> None:
     """Ranks have four and three of seven experts. Nothing is dispatched: all ranks of a stage have all rows."""

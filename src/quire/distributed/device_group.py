@@ -169,7 +169,8 @@ class Agreement:
     def _watch(self) -> None:
         """End the transports when another rank has failed, for which the device would wait for ever, or at the end.
 
-        NCCL ends what waits at once, but returns only when no graph holds its operations any more.
+        NCCL ends what waits at once, but returns only when no graph holds its operations any more, and perhaps only
+        when the device has done its work. So no transport waits for another one to end.
 
         The device of this rank is looked at too: its host may be waiting for a rank that waits for this device.
         """
@@ -181,12 +182,15 @@ class Agreement:
                     self._fail(error)
                 except Exception as error:
                     self._fail(EngineDeadError(f"A GPU cannot be looked at: {error}"))
-        for transport in self.transports:
-            transport.abort()
+        ending = [threading.Thread(target=each.abort, name="end of ranks", daemon=True) for each in self.transports]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join()
 
 
 class DeviceGroup:
-    """A Group of ranks whose tensors are on devices. Its results have the bits of a SharedMemoryGroup.
+    """A Group of ranks whose tensors are on devices. Apart from `attend`, results have the bits of a SharedMemoryGroup.
 
     Args:
         transport: a backend of torch.distributed for these ranks, such as ProcessGroupNCCL.
