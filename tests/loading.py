@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from quire.distributed.group import Link
 from quire.loader import load
 from quire.messages import Progress
 from quire.model_config import ModelConfig
-from quire.models.form import Sharing
 from quire.models.registry import CausalLM
 from quire.settings import DeviceSettings, ModelSettings
 
@@ -33,10 +31,9 @@ def load_model(
     *,
     device: str = "cpu",
     target: CausalLM | None = None,
-    before: Link | None = None,
     **fields: Any,
 ) -> CausalLM:
     """`fields` of ModelSettings."""
     model = ModelSettings(dtype=str(dtype).removeprefix("torch."), **MODEL | fields)
     place = DeviceSettings(device, "", 1, False, "auto", "NONE", (), None, None)
-    return load.load_model(config, model, place, progress, target=target, sharing=Sharing(before=before))
+    return load.load_model(config, model, place, progress, target=target)

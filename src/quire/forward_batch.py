@@ -99,7 +99,8 @@ class ForwardBatch:
     caches: list[LayerCache]  # one per layer
     adapter_slots_T: Tensor | None = None  # int32, -1: no adapter (kernels.lora); None: no row of the step has one
     host: HostStep | None = None  # None: on CPU, or if the step was prepared already
-    hidden_TD: Tensor | None = None  # what a head that drafts reads beside the tokens; a pass may write to it
+    # What a head that drafts reads beside the tokens, or the residual stream that a stage gets. A pass may write to it.
+    hidden_TD: Tensor | None = None
     lanes: LaneRows | None = None  # None: there is one lane
 
     @classmethod

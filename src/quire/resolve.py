@@ -151,7 +151,7 @@ class _Settling:
         if config.num_ranks > 1:
             gpu = self._device.gpu if device == "cuda" else None
             _check_ranks(config, model, gpu)
-            why = "processes of this machine, each with a GPU; only columns are exchanged, and nothing is added up"
+            why = "processes of this machine, each with a GPU; rows and columns are exchanged, and nothing is added up"
             if gpu is None:
                 why = "processes of this machine, with its cores divided; "
                 why += "tokens and logprobs are as with one rank, to the bit"
@@ -173,7 +173,8 @@ class _Settling:
         put("kv_cache_dtype", config.kv_cache_dtype, config.sources["kv_cache_dtype"], _kv_detail(config, dtype, model))
         block_size, num_threads = self._block_size(), self._num_threads()
         if (num_kv_owners := config.decode_context_parallel_size) > 1:
-            why = f"each rank has one of {num_kv_owners} blocks; tokens and logprobs are as without it, to the bit"
+            bits = "tokens and logprobs are as without it, to the bit" if gpu is None else "sums differ in last bits"
+            why = f"each rank has one of {num_kv_owners} blocks; {bits}"
             source = config.sources["decode_context_parallel_size"]
             put("decode_context_parallel_size", num_kv_owners, source, why)
         max_model_len = put("max_model_len", *_max_model_len(config, model))
@@ -217,11 +218,12 @@ class _Settling:
         )
         why, most_queued = "bounded in the server, unbounded offline", 1024 if is_server else None
         queued = self._put_or("max_num_queued_reqs", config.max_num_queued_reqs, most_queued, "default", why)
-        is_async, why = form.device == "cuda", "the GPU computes a step while the next one is scheduled"
-        if not is_async:
-            why = "on CPU the kernels use every core, so there is nothing to hide behind"
-            if config.pipeline_parallel_size > 1:
-                why = "as many batches as stages are in flight"
+        if config.pipeline_parallel_size > 1:
+            is_async, why = False, "as many batches as stages are in flight"
+        elif form.device == "cuda":
+            is_async, why = True, "the GPU computes a step while the next one is scheduled"
+        else:
+            is_async, why = False, "on CPU the kernels use every core, so there is nothing to hide behind"
         return SchedulerSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -423,17 +425,14 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
     if config.num_lanes > 1:
         name = "data_parallel_size"
     refused = (
-        (gpu is not None and (has_stages or config.num_lanes > 1), "a GPU", "Use --device cpu"),
+        (gpu is not None and config.num_lanes > 1, "a GPU", "Use --device cpu"),
+        (gpu is not None and config.nnodes > 1, "GPUs of several machines", "Use --device cpu, or one machine"),
         (
             gpu is not None and config.max_parallel_loading_workers is not None,
             "a GPU and --max-parallel-loading-workers",
             "Leave --max-parallel-loading-workers out: ranks connect their GPUs before they read",
         ),
-        (
-            gpu is not None and config.enable_expert_parallel,
-            "a GPU and --enable-expert-parallel",
-            "Leave --enable-expert-parallel out: then each GPU has a part of every expert",
-        ),
+        (gpu is not None and config.enable_eplb, "a GPU and --enable-eplb", "Leave --enable-eplb out"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
         (
@@ -450,7 +449,7 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
             f"There are {config.num_local_ranks} ranks, and each needs a GPU of its own",
             value=gpu.num_visible,
             expected=f"{config.num_local_ranks} GPUs",
-            fix="Lower --tensor-parallel-size, or use --device cpu",
+            fix="Lower --tensor-parallel-size or --pipeline-parallel-size, or use --device cpu",
             param=name,
         )
 
@@ -458,7 +457,12 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
 def _check_context(config: EngineConfig, model: ModelConfig, device: str, backend: str) -> None:
     """Raise ConfigError for settings that a divided KV cache does not support in this version."""
     refused = (
-        (device != "cpu", "a GPU", "Use --device cpu"),
+        (
+            device == "cuda" and config.deterministic,
+            "a GPU and --deterministic, because bits depend on the rank that has a block",
+            "Leave --deterministic out",
+        ),
+        (backend == "FLASHINFER", "FlashInfer, which reads all of the KV cache", "Leave --attention-backend out"),
         (
             model.drafter is not None,
             "a model that drafts, whose keys and values every rank holds",

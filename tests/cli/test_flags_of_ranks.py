@@ -61,20 +61,20 @@ ACCEPTED = {
     "--enable-fault-tolerance": "a failed engine always replaced, without orders from outside",
     '--fault-tolerance-config {"auto_recovery":true}': "a failed step is always computed again",
     **{
-        f"--all2all-backend {name}": "memory that they share, and in no other way"
+        f"--all2all-backend {name}": "memory that they share, or on GPUs by NCCL"
         for name in (
             *("naive", "pplx", "deepep_high_throughput", "deepep_low_latency", "allgather_reducescatter"),
             *("mori", "nixl_ep", "flashinfer_nvlink_two_sided", "flashinfer_nvlink_one_sided"),
         )
     },
     **{
-        f"--dcp-comm-backend {name}": "partial results through memory that they share, and in no other way"
+        f"--dcp-comm-backend {name}": "partial results through memory that they share, or on GPUs by NCCL"
         for name in ("ag_rs", "a2a")
     },
     "--dcp-q-replicate": "fewer bytes than the weights to compute them",
     "--dcp-kv-cache-interleave-size 16": "because attention sums 256 positions at a time",
     "--cp-kv-cache-interleave-size 1": "because attention sums 256 positions at a time",
-    "--disable-custom-all-reduce": "in no other way",
+    "--disable-custom-all-reduce": "or on GPUs by NCCL",
 }
 # Flags that are refused, with a word of the reason.
 REFUSED = {

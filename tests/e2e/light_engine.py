@@ -52,7 +52,7 @@ class LightWorker:
     def measure(self) -> Measured:
         settings = self._settings
         logits = logits_bytes(self._model, settings.num_logits_rows, "cpu")
-        buffers = buffer_bytes(self._model, settings.max_num_batched_tokens, settings.model.dtype)
+        buffers = buffer_bytes(self._model, settings.max_num_batched_tokens, settings.model.dtype, "cpu")
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes(),
             free_bytes=devices.free_memory_bytes() - self._weights,

@@ -53,7 +53,9 @@ def _main(file: Path) -> None:
     kernels, next_order = Kernels(), rank_orders._next_order
 
     def note(*arguments: Any) -> Any:
-        file.write_text(" ".join(kernels.names))
+        written = file.with_suffix(".new")
+        written.write_text(" ".join(kernels.names))
+        written.replace(file)
         return next_order(*arguments)
 
     use_them(kernels, setattr)

@@ -6,7 +6,9 @@ float32, because the interpreter cuts off where a GPU rounds. Gloo stands in for
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -42,10 +44,20 @@ LIMITS = {
 }
 
 
-def tiny_checkpoint(folder: Path) -> Path:
+OF_ATTENTION = {"norm", "paged_attention", "rope_and_cache"}
+OF_EXPERTS = {"ExpertRows", "combine", "linear", "route"}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ONE_HEAD = {"num_key_value_heads": 1}
+LONG = {"max_model_len": 320, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 64}
+DIVIDED = LONG | {"decode_context_parallel_size": 2}
+
+
+def tiny_checkpoint(folder: Path, more: dict[str, int]) -> Path:
     """Random weights, so wide that tokens differ. Two ranks have two heads of queries and one of keys each."""
-    raw = SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}
+    kind = ("Qwen3MoeForCausalLM", "qwen3_moe") if more is EXPERTS else ("Qwen3ForCausalLM", "qwen3")
+    raw = SIZES | {"architectures": [kind[0]], "model_type": kind[1], "tie_word_embeddings": True}
     raw |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "float32"}
+    raw |= {"max_position_embeddings": 512} | more
     (folder / "config.json").write_text(json.dumps(raw))
     shapes = build_model(load_model_config(folder), ModelForm(torch.float32)).expected_weights()
     generator = torch.Generator().manual_seed(0)
@@ -54,34 +66,53 @@ def tiny_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def prompts() -> list[Prompt]:
-    return requests()[:2]
+def prompts(sharing: dict[str, int]) -> list[Prompt]:
+    """With a divided cache, the first one has pages of both ranks, and the second one of one rank."""
+    first, second = requests()[:2]
+    if sharing is DIVIDED:
+        first = replace(first, token_ids=tuple(Random(3).choices(range(3, 100), k=261)))
+    return [first, second]
 
 
-def test_two_ranks_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("more", "sharing", "forward"),
+    [
+        ({}, {}, {"gated_activation", *OF_ATTENTION}),
+        (EXPERTS, {"enable_expert_parallel": True}, {"gated_activation", *OF_ATTENTION, *OF_EXPERTS}),
+        (ONE_HEAD, DIVIDED, {"gated_activation", "norm", "partial_attention", "rope_and_cache"}),
+    ],
+    ids=["dense", "whole experts", "divided cache"],
+)
+def test_two_ranks_on_gpus(
+    more: dict[str, int],
+    sharing: dict[str, int],
+    forward: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A prompt beside a decode, captured steps, a random row beside a greedy one; hosts that are ahead."""
     from quire.kernels.triton.launch import IS_INTERPRETED
 
     if not IS_INTERPRETED:
         pytest.skip("there is a GPU, on which kernels are not interpreted")
-    folder = tiny_checkpoint(tmp_path)
-    engine = started(1, folder, **LIMITS)
-    expected = run(engine.core, prompts())
+    folder = tiny_checkpoint(tmp_path, more)
+    own = {name: value for name, value in sharing.items() if name in LIMITS}
+    engine = started(1, folder, **LIMITS | own)
+    expected = run(engine.core, prompts(sharing))
     engine.core.shutdown()
     assert len({token for tokens in expected for token in tokens}) > 3, "the weights hardly matter"
     file, kernels = tmp_path / "kernels", Kernels()
     monkeypatch.setattr(rank_spawn, "PROGRAM", ("-m", "tests.engine.interpreted_gpus", str(file)))
     use_them(kernels, monkeypatch.setattr)
-    engine = in_processes(folder, tensor_parallel_size=2, device="cuda", **LIMITS)
+    engine = in_processes(folder, tensor_parallel_size=2, device="cuda", **LIMITS | sharing)
     try:
         first = engine.executor.workers[0]  # type: ignore[attr-defined]
         assert isinstance(first, DeviceWorker)
         assert first._ranks is not None
         assert isinstance(first._ranks.group, DeviceGroup)
-        assert run(engine.core, prompts()) == expected
+        assert run(engine.core, prompts(sharing)) == expected
         assert first.runner.forward_pass.num_captured
     finally:
         engine.core.shutdown()
-    forward = {"gated_activation", "norm", "paged_attention", "rope_and_cache"}
     assert kernels.names.keys() == forward | {"greedy", "sample"}
     assert set(file.read_text().split()) == forward, "the first rank samples"

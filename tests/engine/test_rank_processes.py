@@ -308,8 +308,13 @@ def test_a_rank_that_raises_where_others_wait_for_it(
     assert process.returncode is not None
 
 
-@pytest.mark.parametrize(("where", "number"), [("before", 3), ("behind", 3), ("behind", BRIEF_STEPS)])
-def test_a_device_that_fails_behind_its_host_is_told(where: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("where", "number", "share"),
+    [("before", 3, SHARES[0]), ("behind", 3, SHARES[0]), ("behind", BRIEF_STEPS, SHARES[0]), ("before", 3, SHARES[1])],
+)
+def test_a_device_that_fails_behind_its_host_is_told(
+    where: str, number: int, share: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody waits for the answers of a rank that does not sample, so the rank says it without being asked: while the
     device of the first rank waits for its device, between steps, or after the last step.
     """
@@ -317,7 +322,7 @@ def test_a_device_that_fails_behind_its_host_is_told(where: str, number: int, mo
     monkeypatch.setattr(rank_spawn, "PROGRAM", program)
     queued_gpus.use_them(monkeypatch.setattr)
     limits = {"cudagraph_capture_sizes": (1, 2), "distributed_timeout_seconds": 120}
-    engine = in_processes(two_layers(), tensor_parallel_size=2, **LIMITS | limits | {"device": "cuda"})
+    engine = in_processes(two_layers(), **LIMITS | limits | {"device": "cuda", share: 2})
     short = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=BRIEF_STEPS, ignore_eos=True))
     try:
         with pytest.raises(EngineDeadError, match="The GPU reports an error: it is gone"):

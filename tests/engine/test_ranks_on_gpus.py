@@ -6,6 +6,7 @@ stands in for NCCL.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Sequence
@@ -23,23 +24,29 @@ from quire.distributed.device_group import DeviceGroup
 from quire.distributed.group import GroupError
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.start import StartedEngine, start_engine
-from quire.errors import ConfigError, EngineDeadError
+from quire.errors import ConfigError, EngineDeadError, MemoryPlanError
+from quire.forward_batch import ForwardBatch, LaneRows
+from quire.grammar.text import grammar_text
 from quire.kernels import cpu
 from quire.life_cycle import Worker
 from quire.loader import load
-from quire.messages import AddRequest, Progress
-from quire.model_config import ModelConfig
+from quire.messages import AddRequest, Progress, UseTokenizer
+from quire.model_config import ModelConfig, load_model_config
 from quire.models.decoder import Decoder
 from quire.planning.cut_stages import grid_of, part_of_rank
-from quire.planning.memory_plan import logits_bytes
-from quire.resolve import DeviceFacts, GpuFacts
-from quire.sampling_params import SamplingParams
+from quire.planning.memory_plan import buffer_bytes, logits_bytes
+from quire.resolve import DeviceFacts, GpuFacts, resolve
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.worker.cuda_graphs import StepGraphs
 from quire.worker.live_buffers import LiveBuffers
 from quire.worker.worker import DeviceWorker
 from tests.engine.harness import EOS, tokens_and_logprobs, two_layers
 from tests.engine.queued_gpus import OnCpu
 from tests.engine.ranks import LIMITS, fail_at, ignore
+from tests.engine.ranks import started as on_cpus
+from tests.engine.test_rank_processes import EXPERTS
 from tests.engine.test_sameness_ranks import Answer, answers, of_ranks
+from tests.engine.test_sameness_ranks import expected as expected_of_six_layers
 from tests.engine.test_sameness_ranks_drafters import drafted, of_one, speculation
 from tests.worker.queued_accelerator import QueuedAccelerator, run_ahead
 
@@ -51,10 +58,11 @@ GIB = 1 << 30
 class GpuRank(DeviceWorker):
     """Finds GPUs that are not there."""
 
-    num_gpus = 4
+    num_gpus, num_bytes = 4, GIB
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
-        return replace(super().facts(False), gpu=GpuFacts("fake", 90, GIB, GIB, self.num_gpus), no_gpu="")
+        gpu = GpuFacts("fake", 90, self.num_bytes, self.num_bytes, self.num_gpus)
+        return replace(super().facts(False), gpu=gpu, no_gpu="")
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +73,23 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ahead(monkeypatch.setattr)
 
 
+def config_of(num_ranks: int, num_stages: int = 1, **arguments: Any) -> EngineConfig:
+    """`num_ranks`: of each stage."""
+    sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
+    gpus = {"device": "cuda", "cudagraph_capture_sizes": (1, 2, 4)}
+    return EngineConfig.from_kwargs(**LIMITS | sizes | gpus | arguments)
+
+
 def started(
-    num_ranks: int, folder: Path | None = None, drafter_folder: Path | None = None, **arguments: Any
+    num_ranks: int,
+    folder: Path | None = None,
+    drafter_folder: Path | None = None,
+    *,
+    num_stages: int = 1,
+    **arguments: Any,
 ) -> StartedEngine:
-    sizes = {"tensor_parallel_size": num_ranks, "device": "cuda", "cudagraph_capture_sizes": (1, 2, 4)}
-    config = EngineConfig.from_kwargs(**LIMITS | sizes | arguments)
+    """An engine of the demo model, or of the one in `folder`."""
+    config = config_of(num_ranks, num_stages, **arguments)
 
     def make(model_config: ModelConfig, progress: Progress) -> Sequence[Worker]:
         grid = grid_of(config)
@@ -88,13 +108,24 @@ def started(
     )
 
 
+def workers_of(engine: StartedEngine) -> list[DeviceWorker]:
+    found = list(engine.executor.workers)
+    assert all(isinstance(worker, DeviceWorker) for worker in found)
+    return found
+
+
+def device_of(worker: DeviceWorker) -> QueuedAccelerator:
+    assert isinstance(worker.runner.device, QueuedAccelerator)
+    return worker.runner.device
+
+
 def of_gpus(num_ranks: int, folder: Path | None = None, **arguments: Any) -> Answer:
     engine = started(num_ranks, folder, **arguments)
     try:
-        worker = engine.executor.workers[0]
-        assert isinstance(worker, DeviceWorker)
-        assert isinstance(worker._ranks.group, DeviceGroup)
-        assert bool(worker.runner.forward_pass.num_captured) != arguments.get("enforce_eager", False)
+        for worker in workers_of(engine):
+            assert worker._ranks is not None
+            assert num_ranks == 1 or isinstance(worker._ranks.group, DeviceGroup)
+            assert bool(worker.runner.forward_pass.num_captured) != arguments.get("enforce_eager", False)
         return answers(engine.core)
     finally:
         engine.core.shutdown()
@@ -122,6 +153,91 @@ def test_tokens_are_those_of_one_rank(form: str, num_ranks: int, arguments: dict
     assert of_gpus(num_ranks, two_layers(), **FORMS[form], **arguments) == expected(form)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "arguments"),
+    [(1, 2, {}), (1, 3, {"enforce_eager": True}), (2, 2, {"max_num_batched_tokens": 17})],
+)
+def test_stages_give_the_tokens_of_one_rank(num_ranks: int, num_stages: int, arguments: dict[str, Any]) -> None:
+    """Pieces of a prompt follow each other through the stages; some steps are captured, and others are launched."""
+    folder = two_layers() if num_stages == 2 else quire.demo.path("target")
+    found = of_gpus(num_ranks, folder, num_stages=num_stages, **arguments)
+    assert found == (expected("bfloat16") if num_stages == 2 else expected_of_six_layers("bfloat16", cpu.isa()))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "arguments"), [(1, {"expert_placement_strategy": "round_robin"}), (2, {"enforce_eager": True})]
+)
+def test_whole_experts(num_stages: int, arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Ranks have four and three of seven experts. Nothing is dispatched: all ranks of a stage have all rows."""
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    form = {"load_format": "dummy", "max_model_len": 128, "max_num_batched_tokens": 17}
+    one = of_ranks(1, tmp_path, **form)
+    assert len({tuple(tokens) for tokens, _ in one}) > 2
+    found = of_gpus(2, tmp_path, num_stages=num_stages, enable_expert_parallel=True, **form, **arguments)
+    assert found == one
+
+
+def test_graphs_of_a_stage_begin_with_new_rows() -> None:
+    """They hold no transfer. What a step before has left in the rows of the padding is not read."""
+    engine = started(1, two_layers(), num_stages=2, cudagraph_capture_sizes=(4,))
+    try:
+        last, first = workers_of(engine)
+        graphs = last.runner.forward_pass.captured
+        assert isinstance(graphs, StepGraphs)
+        assert graphs._given_TD is not None
+        graphs._given_TD.fill_(torch.nan)
+        assert answers(engine.core) == expected("bfloat16")
+        assert graphs._given_TD.isfinite().all()
+        assert isinstance(first.runner.forward_pass.captured, StepGraphs)
+        assert first.runner.forward_pass.captured._given_TD is None
+    finally:
+        engine.core.shutdown()
+
+
+def test_weights_of_all_stages_need_not_fit_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each GPU needs memory for its own stage."""
+    own = [
+        part_of_rank(load_model_config(two_layers()), config_of(1, num_stages=2), rank).weight_bytes("bfloat16", None)
+        for rank in range(2)
+    ]
+    monkeypatch.setattr(GpuRank, "num_bytes", max(own) + 1)
+    started(1, two_layers(), num_stages=2).core.shutdown()
+    monkeypatch.setattr(GpuRank, "num_bytes", max(own) - 1)
+    with pytest.raises(MemoryPlanError, match="weights"):
+        started(1, two_layers(), num_stages=2)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_stage_whose_work_nobody_has_got_may_leave_a_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The first stage has launched its layers, and not yet the transfer."""
+    engine = started(1, two_layers(), num_stages=2, enforce_eager=True)
+    try:
+        _, first = workers_of(engine)
+        calls = fail_at(monkeypatch, first.model, "run_blocks", number, ValueError("no room for layers"))
+        assert answers(engine.core) == expected("bfloat16")
+        assert len(calls) > number
+    finally:
+        engine.core.shutdown()
+
+
+def test_drafts_of_text_and_grammars() -> None:
+    """The rank that samples has grammars. It tells others the tokens that they force, and the drafts that hold."""
+    grammar = grammar_text(StructuredOutputsParams(regex="(ab){6}c"))
+    tokenizer = (quire.demo.path("target") / "tokenizer.json").read_text()
+    found = []
+    for start, num_ranks, num_stages in ((on_cpus, 1, 1), (started, 2, 1), (started, 1, 2)):
+        core = start(num_ranks, two_layers(), num_stages=num_stages, **speculation("ngram", None)).core
+        try:
+            core.use_tokenizer(UseTokenizer(tokenizer, [EOS]))
+            for index, own in enumerate((grammar, None)):
+                params = SamplingParams(temperature=0.0, grammar=own, logprobs=1)
+                core.add(AddRequest(f"r{index}", [5, 6, 7] * 4, params, 24, stop_token_ids=[EOS]))
+            found.append(tokens_and_logprobs(core))
+        finally:
+            core.shutdown()
+    assert found == found[:1] * 3
+
+
 @pytest.mark.parametrize("more", [{}, {"draft_tensor_parallel_size": 1}])
 def test_a_draft_model(more: dict[str, Any]) -> None:
     """Shared by the ranks, or each has all of it. The first rank draws, and the others get its tokens."""
@@ -135,16 +251,21 @@ def test_a_draft_model(more: dict[str, Any]) -> None:
     assert num_drafts > num_held > 5
 
 
-@pytest.mark.parametrize(("number", "is_async"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("number", "sizes", "rank"),
+    [
+        *[(1, {}, 1), (3, {}, 1), (3, {"async_scheduling": False}, 1)],
+        *[(1, {"num_stages": 2}, 0), (4, {"num_stages": 2}, 1), (3, {"num_stages": 2}, 3)],
+    ],
+)
 def test_a_step_that_one_rank_cannot_begin_is_left_by_all(
-    monkeypatch: pytest.MonkeyPatch, number: int, is_async: bool
+    monkeypatch: pytest.MonkeyPatch, number: int, sizes: dict[str, Any], rank: int
 ) -> None:
-    """Nothing was launched, so the engine computes the step again."""
-    engine = started(2, two_layers(), async_scheduling=is_async)
+    """Nothing was launched that others need, so the engine computes the step again: in all stages."""
+    engine = started(1 if sizes.get("num_stages") and rank < 2 else 2, two_layers(), **sizes)
     try:
-        second = engine.executor.workers[1]
-        assert isinstance(second, DeviceWorker)
-        calls = fail_at(monkeypatch, second.runner.forward_pass, "stage", number, ValueError("no room for inputs"))
+        worker = workers_of(engine)[rank]
+        calls = fail_at(monkeypatch, worker.runner.forward_pass, "stage", number, ValueError("no room for inputs"))
         assert answers(engine.core) == expected("bfloat16")
         assert len(calls) > number
     finally:
@@ -167,15 +288,17 @@ def test_an_error_behind_a_launch_ends_the_engine(monkeypatch: pytest.MonkeyPatc
         engine.core.shutdown()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_device_that_fails_ends_the_engine(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device of the other rank waits for it in an exchange, and is let go. Both hosts had launched their step."""
-    engine = started(2, two_layers(), enforce_eager=True)
+@pytest.mark.parametrize(("num_ranks", "num_stages", "rank"), [(2, 1, 0), (2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 3)])
+def test_a_device_that_fails_ends_the_engine(
+    num_ranks: int, num_stages: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices of other ranks wait for it in an exchange, or in a transfer between stages, and are let go. All hosts had
+    launched their step.
+    """
+    engine = started(num_ranks, two_layers(), num_stages=num_stages, enforce_eager=True)
     try:
-        worker = engine.executor.workers[rank]
-        assert isinstance(worker, DeviceWorker)
-        device = worker.runner.device
-        assert isinstance(device, QueuedAccelerator)
+        worker = workers_of(engine)[rank]
+        device = device_of(worker)
         launches, launch = list[int](), worker.runner._launch
 
         def fail_at_third(batch: Any) -> Any:
@@ -192,14 +315,17 @@ def test_a_device_that_fails_ends_the_engine(rank: int, monkeypatch: pytest.Monk
         engine.core.shutdown()
 
 
-def test_a_host_launches_while_its_device_is_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both steps in flight are launched, and nothing of them is computed. The tokens are the same."""
-    engine = started(2, two_layers())
-    second = engine.executor.workers[1]
-    assert isinstance(second, DeviceWorker)
-    device, gate, held = second.runner.device, threading.Event(), list[bool]()
-    assert isinstance(device, QueuedAccelerator)
-    launch = second.runner._launch
+@pytest.mark.parametrize(("num_ranks", "num_stages", "rank"), [(2, 1, 1), (1, 2, 0), (1, 2, 1)])
+def test_a_host_launches_while_its_device_is_held_up(
+    num_ranks: int, num_stages: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both steps in flight are launched, and nothing of them is computed: of several stages too. The tokens are the
+    same.
+    """
+    engine = started(num_ranks, two_layers(), num_stages=num_stages)
+    worker = workers_of(engine)[rank]
+    device, gate, held = device_of(worker), threading.Event(), list[bool]()
+    launch = worker.runner._launch
 
     def note(batch: Any) -> Any:
         if len(held) == 4:
@@ -211,7 +337,7 @@ def test_a_host_launches_while_its_device_is_held_up(monkeypatch: pytest.MonkeyP
             gate.set()
         return pending
 
-    monkeypatch.setattr(second.runner, "_launch", note)
+    monkeypatch.setattr(worker.runner, "_launch", note)
     try:
         assert answers(engine.core) == expected("bfloat16")
         assert len(held) > 6
@@ -243,15 +369,29 @@ def test_an_error_where_results_are_taken_in_ends_the_engine(rank: int, monkeypa
     [
         ({"num_ranks": 4}, "There are 4 ranks, and each needs a GPU of its own. Got 3"),
         ({"max_parallel_loading_workers": 1}, "a GPU and --max-parallel-loading-workers"),
-        ({"pipeline_parallel_size": 2}, "Pipeline parallelism does not go together with a GPU"),
-        ({"num_ranks": 4, "decode_context_parallel_size": 2}, "do not divide the KV cache together with a GPU"),
+        ({"pipeline_parallel_size": 2}, "There are 4 ranks, and each needs a GPU of its own. Got 3"),
     ],
 )
 def test_what_ranks_on_gpus_cannot_do(arguments: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "decode_context_parallel_size" not in arguments:
-        monkeypatch.setattr(GpuRank, "num_gpus", 3)
+    monkeypatch.setattr(GpuRank, "num_gpus", 3)
     with pytest.raises(ConfigError, match=why):
         started(**{"num_ranks": 2, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({"num_ranks": 1, "num_stages": 2, "nnodes": 2}, "Pipeline parallelism .* GPUs of several machines"),
+        ({"num_ranks": 2, "enable_expert_parallel": True, "enable_eplb": True}, "a GPU and --enable-eplb"),
+        ({"num_ranks": 1, "enable_expert_parallel": True, "data_parallel_size": 2}, "Sharing experts .* with a GPU"),
+        ({"num_ranks": 2, "decode_context_parallel_size": 2, "deterministic": True}, "a GPU and --deterministic"),
+    ],
+)
+def test_what_is_refused_by_the_settings_alone(sizes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    facts = DeviceFacts("cpu", "fake", "avx2", 2, GIB, GIB, gpu=GpuFacts("fake", 90, GIB, GIB, 2), no_gpu="")
+    with pytest.raises(ConfigError, match=why):
+        resolve(config_of(**sizes, max_model_len=128), load_model_config(tmp_path), facts, is_server=True)
 
 
 def test_hosts_run_ahead_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +459,31 @@ def test_memory_in_which_logits_are_joined_is_planned(num_ranks: int, monkeypatc
             config = worker.model.config  # type: ignore[attr-defined]
             row_bytes = 4 * num_rows * config.vocab_size
             assert 2 * row_bytes < peak_bytes <= logits_bytes(config, num_rows, "cuda") < 4 * row_bytes
+    finally:
+        engine.core.shutdown()
+
+
+def test_memory_in_which_rows_of_experts_are_exchanged_is_planned(tmp_path: Path) -> None:
+    wide = EXPERTS | {"moe_intermediate_size": 16, "num_experts_per_tok": 4}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    sizes = {"load_format": "dummy", "max_model_len": 128, "enable_expert_parallel": True, "enforce_eager": True}
+    engine = started(2, tmp_path, **sizes)
+
+    def peak(worker: Worker) -> int:
+        assert isinstance(worker, DeviceWorker)
+        assert isinstance(worker.model, Decoder)
+        x_TD = torch.zeros((num_rows, worker.model.config.hidden_size), dtype=torch.bfloat16)
+        with torch.inference_mode(), LiveBuffers() as buffers:
+            worker.model._mixtures[0](x_TD, ForwardBatch.without_rows(one_lane))
+        return buffers.peak_bytes
+
+    num_rows = 1024
+    one_lane = LaneRows.of([num_rows])
+    assert one_lane is not None
+    try:
+        for worker, peak_bytes in zip(workers_of(engine), engine.executor._tell(peak), strict=True):  # type: ignore[attr-defined]
+            planned = buffer_bytes(worker.model.config, num_rows, "bfloat16", "cuda")
+            assert buffer_bytes(worker.model.config, num_rows, "bfloat16", "cpu") < peak_bytes <= planned
     finally:
         engine.core.shutdown()
 

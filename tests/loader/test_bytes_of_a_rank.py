@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,9 +98,7 @@ def write(
 
 
 def load_rank(folder: Path, config: EngineConfig, rank: int) -> Decoder:
-    part = part_of_rank(load_model_config(folder), config, rank)
-    before: Any = None if part.has_embeddings else SimpleNamespace()  # nothing is received here
-    model = load_model(part, torch.bfloat16, before=before)
+    model = load_model(part_of_rank(load_model_config(folder), config, rank), torch.bfloat16)
     assert isinstance(model, Decoder)
     return model
 

@@ -74,28 +74,61 @@ _LEFT: list[dist.ProcessGroupGloo] = []
 
 
 class FakeTransport:
-    """Gloo in the place of NCCL. As with NCCL, the first operation connects, and `abort` ends those that wait."""
+    """Gloo in the place of NCCL. As with NCCL, the first operation connects, and `abort` ends those that wait.
+
+    A sender waits for its receiver, as NCCL may do with any message, and does with a long one.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._place = (store, rank, size)
-        self._gloo: dist.ProcessGroupGloo | None = None
+        self._store, self._rank, self._size = store, rank, size
+        self._groups: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}  # by members
         self._is_aborted = threading.Event()
         self._thread = WorkerThread(f"fake transport {rank}")
 
     def _allgather_base(self, output: Tensor, own: Tensor) -> FakeWork:
-        return FakeWork(self._thread.submit(self._gather, output, own), self._is_aborted)
+        return self._begin(self._gather, tuple(range(self._size)), output, own)
+
+    def alltoall_base(self, output: Tensor, given: Tensor, out_sizes: list[int], sizes: list[int]) -> FakeWork:
+        assert out_sizes == sizes == [], "each rank gets an equal part"
+        return self._begin(self._to_all, output, given)
+
+    def send(self, tensors: list[Tensor], receiver: int, tag: int) -> FakeWork:
+        return self._begin(self._pass_on, receiver, *tensors, True)
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int) -> FakeWork:
+        return self._begin(self._pass_on, sender, *tensors, False)
+
+    def _begin(self, work: Callable[..., None], *arguments: Any) -> FakeWork:
+        return FakeWork(self._thread.submit(work, *arguments), self._is_aborted)
 
     @torch.inference_mode()
-    def _gather(self, output: Tensor, own: Tensor) -> None:
-        if self._gloo is None:
-            self._gloo = dist.ProcessGroupGloo(*self._place, timedelta(seconds=20))
-        work = self._gloo._allgather_base(output, own)
+    def _gather(self, members: tuple[int, ...], output: Tensor, own: Tensor) -> None:
+        if members not in self._groups:
+            store, size = dist.PrefixStore(str(members), self._store), len(members)
+            limit = timedelta(seconds=20)
+            self._groups[members] = dist.ProcessGroupGloo(store, members.index(self._rank), size, limit)
+        work = self._groups[members]._allgather_base(output, own)
         while not work.is_completed():
             if self._is_aborted.is_set():
-                _LEFT.append(self._gloo)
+                _LEFT.append(self._groups[members])
                 return
             time.sleep(0)
         work.wait()
+
+    @torch.inference_mode()
+    def _to_all(self, output: Tensor, given: Tensor) -> None:
+        everything = output.new_empty((self._size, *given.shape))
+        self._gather(tuple(range(self._size)), everything.view(-1, *given.shape[1:]), given)
+        if not self._is_aborted.is_set():
+            output.copy_(everything[:, self._rank])
+
+    @torch.inference_mode()
+    def _pass_on(self, other: int, rows: Tensor, is_sender: bool) -> None:
+        both = rows.new_empty((2 * len(rows), *rows.shape[1:]))
+        low, high = sorted((self._rank, other))
+        self._gather((low, high), both, rows)
+        if not is_sender and not self._is_aborted.is_set():
+            rows.copy_(both[: len(rows)] if other == low else both[len(rows) :])
 
     def abort(self) -> None:
         self._is_aborted.set()

@@ -168,13 +168,12 @@ class _Transport(FakeTransport):
         super().__init__(store, rank, size)
         self._device = device
 
-    def _allgather_base(self, output: Tensor, own: Tensor) -> Any:
-        gather = super()._allgather_base
-        work = partial(_wait_for, gather, output, own)
+    def _begin(self, work: Callable[..., None], *arguments: Any) -> Any:
+        waiting = partial(_wait_for, super()._begin, work, *arguments)
         if _is_launching():
-            _launching.sink(work)
+            _launching.sink(waiting)
         else:
-            self._device.put(work).result()
+            self._device.put(waiting).result()
         return _Queued()
 
 
@@ -183,8 +182,8 @@ class _Queued:
         """The device waits, and not the host."""
 
 
-def _wait_for(gather: Callable[[Tensor, Tensor], Any], output: Tensor, own: Tensor) -> None:
-    gather(output, own).wait()
+def _wait_for(begin: Callable[..., Any], *arguments: Any) -> None:
+    begin(*arguments).wait()
 
 
 def _raise(error: BaseException) -> None:

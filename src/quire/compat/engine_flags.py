@@ -127,8 +127,8 @@ PARALLELISM: tuple[Foreign, ...] = (
         off=(256,),
     ),
     *accepted(
-        "ranks that divide a KV cache exchange queries and partial results through memory that they share, and in no "
-        "other way",
+        "ranks that divide a KV cache exchange queries and partial results through memory that they share, or on GPUs "
+        "by NCCL",
         values="dcp_comm_backend",
     ),
     *accepted(
@@ -177,12 +177,12 @@ PARALLELISM: tuple[Foreign, ...] = (
         values="ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold",
     ),
     *accepted(
-        "ranks exchange the results of experts through memory that they share, and in no other way",
+        "ranks exchange the results of experts through memory that they share, or on GPUs by NCCL",
         values="all2all_backend",
     ),
     *accepted("a rank always reads its own experts only", switches="enable_ep_weight_filter"),
     *accepted(
-        "ranks join what they have through memory that they share, and in no other way",
+        "ranks join what they have through memory that they share, or on GPUs by NCCL",
         switches="disable_custom_all_reduce",
     ),
     *accepted("no profiler is started with the processes", switches="ray_workers_use_nsight"),

@@ -1,10 +1,15 @@
-"""Groups of ranks on the GPUs of one machine. Tensors go from GPU to GPU, and the hosts agree through shared memory.
+"""Ranks on the GPUs of one machine. Tensors go from GPU to GPU, and the hosts agree through shared memory.
 
-A GPU computes behind its host. So a rank that has launched a collective operation cannot take it back, and the other
-GPUs would wait for a rank that never comes. Therefore the hosts agree once per step, before they launch anything that
-needs other ranks. Until then a rank may leave the step. Later, an error ends all ranks of the engine.
+A GPU computes behind its host. So a rank that has launched an operation with other ranks cannot take it back, and the
+other GPUs would wait for a rank that never comes. Therefore the hosts of all ranks agree once per step, before they
+launch anything that needs other ranks. Until then a rank may leave the step, and all ranks of all stages leave it too.
+Later, an error ends all ranks of the engine.
 
-Dimensions: T rows, N columns of all ranks, G ranks of the group.
+GPUs of several stages wait for each other only along the stages and the steps. A stage receives the rows of step k when
+it has sent those of step k - 1. So no GPUs wait for each other in a circle.
+
+Dimensions: T rows, N columns of all ranks, D hidden, G ranks of the group, P rows of all ranks, C columns of a rank, H
+heads, E head dim, V value dim; in `attend`, N neighbours and W = V + 2.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from quire.distributed.shared_memory import SharedMemoryGroup
 from quire.errors import EngineDeadError
 from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels.layer_rules import AttentionRule
+from quire.kernels.partial_attention import Partials, join_partials, partial_attention
 
 LOOK_SECONDS = 0.25  # seconds between two looks for a rank that has failed
 CLOSE_SECONDS = 1.0  # the longest wait for the end of the transport
@@ -36,7 +42,7 @@ _distributed: Any = torch.distributed  # without types in some versions of torch
 
 
 class Connecting(Protocol):
-    """The part of an Accelerator that a group needs."""
+    """The part of an Accelerator that ranks need."""
 
     device: torch.device
 
@@ -50,52 +56,79 @@ class Connecting(Protocol):
 
 
 def on_devices(ranks: Ranks, accelerator: Connecting) -> Ranks:
-    """The same ranks, whose stage exchanges tensors between devices. All ranks of the stage must call this.
+    """The same ranks, which exchange tensors between devices. All ranks must call this.
 
     Raises GroupError.
     """
-    host = ranks.group
-    assert isinstance(host, SharedMemoryGroup), "resolve refuses GPUs for ranks of several machines"
-    # The transport finds the other ranks in a file without a name, so nothing is left when a rank is killed. The file
-    # is never closed: a store opens it by its number whenever it is used, even while it is destroyed.
-    own = torch.empty((1, 0), dtype=torch.int64)
-    if host.rank == 0:
-        own = torch.tensor([[os.getpid(), os.memfd_create("quire-meeting", os.MFD_CLOEXEC)]])
-    pid, descriptor = host.gather(own, [2] + [0] * (host.size - 1))[0].tolist()
-    store = _distributed.FileStore(f"/proc/{pid}/fd/{descriptor}", host.size)
-    limit = timedelta(seconds=TIMES_OF_LIMIT * ranks.timeout_seconds)
-    transport = accelerator.connect(store, host.rank, host.size, limit)
-    group = DeviceGroup(host, transport, accelerator.check, ranks.fail)
+    hosts, grid = ranks.hosts, ranks.grid
+    assert isinstance(hosts, SharedMemoryGroup), "resolve refuses GPUs for ranks of several machines"
+    store, limit = _meeting(hosts), timedelta(seconds=TIMES_OF_LIMIT * ranks.timeout_seconds)
+    agreement = Agreement(hosts, accelerator.check, ranks.fail)
+
+    def connect(name: str, members: Sequence[int]) -> Any:
+        own = _distributed.PrefixStore(name, store)
+        transport = accelerator.connect(own, members.index(ranks.rank), len(members), limit)
+        agreement.transports.append(transport)
+        agreement.check()  # from now on, a rank that fails ends the transport
+        return transport
+
+    before, behind = grid.before(ranks.rank), grid.behind(ranks.rank)
+    links: list[DeviceLink | None] = [None, None]
     try:
-        group.gather(torch.zeros((1, 1), device=accelerator.device), [1] * host.size)
+        group = None
+        if ranks.group is not None:
+            members = grid.stage_members(ranks.rank)
+            transport = connect(f"stage {grid.stage(ranks.rank)}", members)
+            group = DeviceGroup(members.index(ranks.rank), len(members), transport, agreement)
+            group.gather(torch.zeros((1, 1), device=accelerator.device), [1] * group.size)
+        if grid.num_stages > 1:
+            transport = connect("stages", range(grid.size))
+            links = [
+                None if other is None else DeviceLink(transport, other, agreement, accelerator.device)
+                for other in (before, behind)
+            ]
+            if links[0] is not None:
+                links[0].receive(1, 1, torch.float32)
+            if links[1] is not None:
+                links[1].send(torch.zeros((1, 1), device=accelerator.device))
     except BaseException:
-        group.close()
+        agreement.close()
         raise
-    return replace(ranks, group=group)
+    return replace(ranks, group=group, before=links[0], behind=links[1], steps=(agreement,), do_hosts_agree=True)
 
 
-class DeviceGroup:
-    """A Group of ranks whose tensors are on devices. Its results have the bits of a SharedMemoryGroup.
+def _meeting(hosts: SharedMemoryGroup) -> Any:
+    """A store where the transports of these ranks find each other.
+
+    It is a file without a name, so nothing is left when a rank is killed. The file is never closed: a store opens it by
+    its number whenever it is used, even while it is destroyed.
+    """
+    own = torch.empty((1, 0), dtype=torch.int64)
+    if hosts.rank == 0:
+        own = torch.tensor([[os.getpid(), os.memfd_create("quire-meeting", os.MFD_CLOEXEC)]])
+    pid, descriptor = hosts.gather(own, [2] + [0] * (hosts.size - 1))[0].tolist()
+    return _distributed.FileStore(f"/proc/{pid}/fd/{descriptor}", hosts.size)
+
+
+class Agreement:
+    """The Steps of ranks on devices: their hosts agree before they launch what needs other ranks.
 
     Args:
-        host: the same ranks, for the hosts.
-        transport: a backend of torch.distributed, such as ProcessGroupNCCL.
+        hosts: all ranks.
         check_device: see Accelerator.check.
         fail: tells all ranks that this rank's device has failed.
+
+    Attributes:
+        transports: the backends of torch.distributed that end when a rank fails.
     """
 
     is_committed = False
 
     def __init__(
-        self,
-        host: SharedMemoryGroup,
-        transport: Any,
-        check_device: Callable[[], None],
-        fail: Callable[[EngineDeadError], None],
+        self, hosts: SharedMemoryGroup, check_device: Callable[[], None], fail: Callable[[EngineDeadError], None]
     ) -> None:
-        self.rank, self.size = host.rank, host.size
-        self._host, self._transport = host, transport
-        self._check_device, self._fail = check_device, fail
+        self.transports: list[Any] = []
+        self._hosts, self._check_device, self._fail = hosts, check_device, fail
         self._has_steps = False  # before, graphs are captured, and no other thread may ask the device
         self._is_closed = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="failed ranks", daemon=True)
@@ -103,8 +136,70 @@ class DeviceGroup:
 
     @property
     def waited_seconds(self) -> float:
-        """See Group. It counts the waits of the host, and not those of the device."""
-        return self._host.waited_seconds
+        """See Steps. It counts the waits of the host, and not those of the device."""
+        return self._hosts.waited_seconds
+
+    def agree(self) -> None:
+        """See Group."""
+        if not self.is_committed:
+            self._hosts.meet()
+            self.is_committed = True
+
+    def check(self) -> None:
+        if self._hosts.failed_rank is not None:
+            raise GroupError(f"rank {self._hosts.failed_rank} has failed")
+
+    def begin_step(self) -> None:
+        self.is_committed, self._has_steps = False, True
+        self._hosts.begin_step()
+
+    def end_step(self) -> None:
+        self._hosts.end_step()
+
+    def void_step(self) -> None:
+        self._hosts.void_step()
+
+    def leave_step(self) -> None:
+        self._hosts.leave_step()
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._watching.join(CLOSE_SECONDS)
+
+    def _watch(self) -> None:
+        """End the transports when another rank has failed, for which the device would wait for ever, or at the end.
+
+        NCCL ends what waits at once, but returns only when no graph holds its operations any more, and perhaps only
+        when the device has done its work. So no transport waits for another one to end.
+
+        The device of this rank is looked at too: its host may be waiting for a rank that waits for this device.
+        """
+        while not self._is_closed.wait(LOOK_SECONDS) and self._hosts.failed_rank is None:
+            if self._has_steps:
+                try:
+                    self._check_device()
+                except EngineDeadError as error:
+                    self._fail(error)
+                except Exception as error:
+                    self._fail(EngineDeadError(f"A GPU cannot be looked at: {error}"))
+        ending = [threading.Thread(target=each.abort, name="end of ranks", daemon=True) for each in self.transports]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join()
+
+
+class DeviceGroup:
+    """A Group of ranks whose tensors are on devices. Apart from `attend`, results have the bits of a SharedMemoryGroup.
+
+    Args:
+        transport: a backend of torch.distributed for these ranks, such as ProcessGroupNCCL.
+        agreement: of all ranks of all stages.
+    """
+
+    def __init__(self, rank: int, size: int, transport: Any, agreement: Agreement) -> None:
+        self.rank, self.size = rank, size
+        self._transport, self._agreement = transport, agreement
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         T, width = len(part), max(widths)
@@ -129,9 +224,31 @@ class DeviceGroup:
         raise AssertionError("the first rank samples all rows")
 
     def exchange(
-        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+        self,
+        rows_PN: Tensor,
+        begins: Tensor,
+        firsts: Sequence[int],
+        columns: Sequence[range],
+        num_rows: int | None = None,
     ) -> Tensor:
-        raise AssertionError("resolve refuses whole experts of ranks on GPUs")
+        """See Group. Every rank sends its columns of all P rows to each rank, because the host does not know its own.
+
+        So a rank sends G times as many bytes as through shared memory.
+        """
+        assert num_rows is None, "resolve refuses lanes on GPUs"
+        P, own = len(rows_PN), columns[self.rank]
+        if P == 0:
+            return rows_PN.new_empty((P, len(own)))
+        self.agree()
+        sent_GPC = rows_PN.new_empty((self.size, P, max(map(len, columns))))
+        for sent_PC, its in zip(sent_GPC, columns, strict=True):
+            sent_PC[:, : len(its)] = rows_PN[:, its.start : its.stop]
+        got_GPC = self._to_all(sent_GPC)
+        ends = torch.cat([begins[first : first + 1] for first in firsts[1:-1]])
+        rows_P = torch.arange(P, dtype=torch.int32, device=rows_PN.device)
+        owners_P = torch.bucketize(rows_P, ends, right=True)
+        own_GPC = got_GPC[:, :, : len(own)]
+        return own_GPC.gather(0, owners_P.view(1, P, 1).expand(1, P, len(own)))[0]
 
     def attend(
         self,
@@ -143,47 +260,62 @@ class DeviceGroup:
         num_owners: int,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        raise AssertionError("resolve refuses a divided KV cache on GPUs")
+        """See Group. A rank joins its own pages first, and then those of its neighbours, one partial result of each.
+
+        So the last bits of a token depend on which of them has which page.
+        """
+        owner, V = self.rank % num_owners, cache.v_BGPE.shape[3]
+        neighbours, T = range(self.rank - owner, self.rank - owner + num_owners), len(q_THE)
+        self.agree()
+        tables_SM = batch.tables[cache.table].block_tables_SM
+        arguments = (q_THE, cache, tables_SM, batch.seq_lens_S, batch.cu_seqlens_q_S1, rule, num_owners, owner)
+        values_THV, maxima_TH, sums_TH = partial_attention(*arguments)
+        found_THW = torch.cat([values_THV, maxima_TH[:, :, None], sums_TH[:, :, None]], 2)
+        sent_GTHW = found_THW.new_empty((self.size, T, max(heads), V + 2))
+        parts = found_THW.split_with_sizes([heads[rank] for rank in neighbours], 1)
+        for rank, part_THW in zip(neighbours, parts, strict=True):
+            sent_GTHW[rank, :, : heads[rank]] = part_THW
+        got_GTHW = self._to_all(sent_GTHW)
+        own_NTHW = got_GTHW[neighbours.start : neighbours.stop, :, : heads[self.rank]]
+        partials = Partials(own_NTHW[..., :V], own_NTHW[..., V], own_NTHW[..., V + 1])
+        return join_partials(partials, sinks_H, q_THE.dtype)
+
+    def _to_all(self, sent: Tensor) -> Tensor:
+        """Entry r goes to rank r. The result has one entry from each rank."""
+        got = torch.empty_like(sent)
+        self._transport.alltoall_base(got, sent, [], []).wait()
+        return got
 
     def agree(self) -> None:
-        if not self.is_committed:
-            self._host.meet()
-            self.is_committed = True
+        self._agreement.agree()
 
-    def check(self) -> None:
-        if self._host.failed_rank is not None:
-            raise GroupError(f"rank {self._host.failed_rank} has failed")
 
-    def begin_step(self) -> None:
-        self.is_committed, self._has_steps = False, True
-        self._host.begin_step()
+class DeviceLink:
+    """A Link between the devices of two ranks. The device of the sender waits for the receiver, and the host does not.
 
-    def end_step(self) -> None:
-        self._host.end_step()
+    With as many batches in flight as stages, this costs little: the receiver has finished the batch before.
 
-    def void_step(self) -> None:
-        self._host.void_step()
+    Args:
+        transport: a backend of torch.distributed for all ranks.
+        other: the number of the other rank among all ranks.
+        agreement: of all ranks.
+        device: the device of this rank.
+    """
 
-    def leave_step(self) -> None:
-        self._host.leave_step()
+    waited_seconds = 0.0  # the host waits in the agreement
+
+    def __init__(self, transport: Any, other: int, agreement: Agreement, device: torch.device) -> None:
+        self._transport, self._other, self._agreement, self._device = transport, other, agreement, device
+
+    def send(self, rows_TD: Tensor) -> None:
+        self._agreement.agree()
+        self._transport.send([rows_TD.contiguous()], self._other, 0).wait()
+
+    def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        self._agreement.agree()
+        rows_TD = torch.empty((num_rows, width), dtype=dtype, device=self._device)
+        self._transport.recv([rows_TD], self._other, 0).wait()
+        return rows_TD
 
     def close(self) -> None:
-        self._is_closed.set()
-        self._watching.join(CLOSE_SECONDS)
-
-    def _watch(self) -> None:
-        """End the transport when another rank has failed, for which the device would wait for ever, or at the end.
-
-        NCCL ends what waits at once, but returns only when no graph holds its operations any more.
-
-        The device of this rank is looked at too: its host may be waiting for a rank that waits for this device.
-        """
-        while not self._is_closed.wait(LOOK_SECONDS) and self._host.failed_rank is None:
-            if self._has_steps:
-                try:
-                    self._check_device()
-                except EngineDeadError as error:
-                    self._fail(error)
-                except Exception as error:
-                    self._fail(EngineDeadError(f"A GPU cannot be looked at: {error}"))
-        self._transport.abort()
+        """There is nothing to close: the agreement ends the transport."""

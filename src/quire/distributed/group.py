@@ -34,16 +34,55 @@ class AgreedError(Exception):
     """An error with which a rank leaves a step, while no rank of another stage waits for it. See its cause."""
 
 
-class Group(Protocol):
-    """The ranks that share a stage. All of them must call the same methods in the same order, with the same shapes."""
-
-    rank: int
-    size: int
+class Steps(Protocol):
+    """Ranks that take the same steps in the same order."""
 
     @property
     def waited_seconds(self) -> float:
         """The seconds that this rank has waited for other ranks so far."""
         ...
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether this rank has launched work of this step that needs other ranks. Then it cannot leave the step."""
+        ...
+
+    def check(self) -> None:
+        """Raise GroupError if a rank has failed. On a device, work that was launched may have no valid result then."""
+        ...
+
+    def begin_step(self) -> None:
+        """Begin a step, before its first collective operation."""
+        ...
+
+    def end_step(self) -> None:
+        """End a step, after its last collective operation."""
+        ...
+
+    def void_step(self) -> None:
+        """Tell the others that this rank will leave the step, without waiting. `leave_step` must follow.
+
+        A rank of several groups needs it: while it waits in one group, the ranks of its other groups must know.
+        """
+        ...
+
+    def leave_step(self) -> None:
+        """Leave a step, in place of `end_step`, after an error or StepVoid. Waits until all ranks have left the step.
+
+        A rank that has ended the step already does not learn of this. Raises GroupError.
+        """
+        ...
+
+    def close(self) -> None:
+        """Take no more steps."""
+        ...
+
+
+class Group(Protocol):
+    """The ranks that share a stage. All of them must call the same methods in the same order, with the same shapes."""
+
+    rank: int
+    size: int
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """Gather the columns of all ranks, side by side: [T, N], in new memory.
@@ -75,7 +114,12 @@ class Group(Protocol):
         ...
 
     def exchange(
-        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+        self,
+        rows_PN: Tensor,
+        begins: Tensor,
+        firsts: Sequence[int],
+        columns: Sequence[range],
+        num_rows: int | None = None,
     ) -> Tensor:
         """Get some columns of the rows of all ranks: [P, C], in new memory. Each rank has all columns of its own rows.
 
@@ -83,7 +127,7 @@ class Group(Protocol):
             rows_PN: the rows of this rank: rank r has rows begins[firsts[r]] to begins[firsts[r + 1]] of P rows.
             begins: int32, ascending from 0 to P. It must be equal on all ranks.
             firsts: for each rank, the index of its first entry of `begins`.
-            columns: the C columns that this rank gets.
+            columns: for each rank, the columns that it gets. This rank gets C columns.
             num_rows: P, if `rows_PN` has only the rows of this rank; None: `rows_PN` has P rows, and this rank has
                 filled its own.
 
@@ -118,47 +162,12 @@ class Group(Protocol):
         """
         ...
 
-    @property
-    def is_committed(self) -> bool:
-        """Whether this rank has launched work of this step that needs other ranks. Then it cannot leave the step."""
-        ...
-
     def agree(self) -> None:
         """Wait until all ranks can launch the collective operations of this step. Each of these operations does it too.
 
         A captured step must do it before it is repeated. On a CPU there is nothing to do: operations are not launched
         ahead. Raises the errors of `gather`.
         """
-        ...
-
-    def check(self) -> None:
-        """Raise GroupError if a rank has failed. On a device, work that was launched may have no valid result then."""
-        ...
-
-    def begin_step(self) -> None:
-        """Begin a step, before its first collective operation. All ranks take the same steps in the same order."""
-        ...
-
-    def end_step(self) -> None:
-        """End a step, after its last collective operation."""
-        ...
-
-    def void_step(self) -> None:
-        """Tell the group that this rank will leave the step, without waiting. `leave_step` must follow.
-
-        A rank of several groups needs it: while it waits in one group, the ranks of its other groups must know.
-        """
-        ...
-
-    def leave_step(self) -> None:
-        """Leave a step, in place of `end_step`, after an error or StepVoid. Waits until all ranks have left the step.
-
-        A rank that has ended the step already does not learn of this. Raises GroupError.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave the group for good."""
         ...
 
 
@@ -217,6 +226,9 @@ class Ranks:
         timeout_seconds: the longest wait for another rank.
         group: the ranks that share this rank's stage or lane; None: this rank has the stage or lane alone.
         everyone: the ranks of all lanes, which share experts; None: there are no lanes.
+        hosts: all ranks of this machine, whose hosts agree if they compute on GPUs; None: there is one rank here.
+        steps: the ranks with which this rank takes its steps.
+        do_hosts_agree: whether the hosts of all stages agree on each step before any rank depends on another one.
         before: the link that brings the input; None: this is the first stage.
         behind: the link that takes the output; None: this is the last stage.
     """
@@ -230,16 +242,14 @@ class Ranks:
     before: Link | None = None
     behind: Link | None = None
     everyone: Group | None = None
+    hosts: Group | None = None
+    steps: tuple[Steps, ...] = ()
+    do_hosts_agree: bool = False
 
     @property
     def samples(self) -> bool:
         """Whether this rank samples: the first rank of each lane or of the last stage does. Others learn the tokens."""
         return self.behind is None and self.grid.place(self.rank) == 0
-
-    @property
-    def groups(self) -> list[Group]:
-        """The groups in which this rank takes steps."""
-        return [group for group in (self.group, self.everyone) if group is not None]
 
     def fail(self, reason: EngineDeadError | None = None) -> None:
         """Tell all ranks that this rank cannot go on. Then the others cannot go on either.
@@ -256,43 +266,43 @@ class Ranks:
 
     @property
     def is_committed(self) -> bool:
-        """See Group."""
-        return any(group.is_committed for group in self.groups)
+        """See Steps."""
+        return any(steps.is_committed for steps in self.steps)
 
     def check(self) -> None:
-        """See Group."""
-        for group in self.groups:
-            group.check()
+        """See Steps."""
+        for steps in self.steps:
+            steps.check()
 
     def begin_step(self) -> None:
         """Begin a step, before anything else in it."""
         self.whereabouts.begin_step()
-        for group in self.groups:
-            group.begin_step()
+        for steps in self.steps:
+            steps.begin_step()
 
     def end_step(self) -> None:
         """End a step, after its last collective operation."""
-        for group in self.groups:
-            group.end_step()
+        for steps in self.steps:
+            steps.end_step()
         self.whereabouts.end_step()
 
     def leave_step(self) -> None:
-        """Leave a step, in place of `end_step`: see Group.leave_step. Raises GroupError."""
+        """Leave a step, in place of `end_step`: see Steps.leave_step. Raises GroupError."""
         # All groups are told first. Otherwise this rank would wait in one group for a rank that waits for this rank in
         # another group.
-        for group in self.groups:
-            group.void_step()
-        for group in self.groups:
-            group.leave_step()
+        for steps in self.steps:
+            steps.void_step()
+        for steps in self.steps:
+            steps.leave_step()
         self.whereabouts.end_step()
 
     @property
     def waited_seconds(self) -> float:
         """The seconds that this rank has waited for other ranks so far."""
-        return sum(each.waited_seconds for each in (*self.groups, self.before, self.behind) if each is not None)
+        return sum(each.waited_seconds for each in (*self.steps, self.before, self.behind) if each is not None)
 
     def close(self) -> None:
         """Leave the groups, and close the links to other ranks."""
-        for each in (*self.groups, self.before, self.behind):
+        for each in (*self.steps, self.before, self.behind):
             if each is not None:
                 each.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_MEMBERS = 64  # of a group: kMaxRanks of csrc/include/quire/shared_group.h
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -68,15 +70,15 @@ class Grid:
         return rank - self.width if self.num_stages > 1 and rank >= self.width else None
 
     def groups(self, node: int = 0) -> list[tuple[int, ...]]:
-        """All groups of ranks of a machine that exchange something.
+        """All groups of ranks of a machine that exchange something or agree on something.
 
-        They are the ranks of a stage, of a lane, or of all lanes, and pairs of a sender and a receiver.
+        They are the ranks of a stage or of a lane, pairs of a sender and a receiver, and all ranks if they are few.
         """
         here = self.ranks_of(node)
         stages = [self.stage_members(rank) for rank in here[:: self.width] if self.width > 1]
-        if self.num_lanes > 1:
-            return [*stages, tuple(here)]
-        return stages + [(rank, rank - self.width) for rank in here[self.width :]]
+        pairs = [] if self.num_lanes > 1 else [(rank, rank - self.width) for rank in here[self.width :]]
+        everyone = [tuple(here)] if self.width < len(here) <= MOST_MEMBERS else []
+        return stages + pairs + everyone
 
 
 @dataclass(frozen=True)

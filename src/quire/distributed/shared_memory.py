@@ -86,6 +86,8 @@ def ranks_on(
             )
         whereabouts = Whereabouts(memory, rank, grid.ranks_of(grid.node(rank)))
         found = _groups(memory, rank, grid, has_own_cores=has_own_cores, timeout_seconds=timeout_seconds)
+        group, hosts = found.get(grid.stage_members(rank)), found.get(tuple(grid.ranks_of(grid.node(rank))))
+        everyone = hosts if grid.num_lanes > 1 else None
 
         def link(sender: int | None, receiver: int | None) -> Link | None:
             if sender is None or receiver is None:
@@ -103,10 +105,12 @@ def ranks_on(
             failing=_Failing(list(found.values()), list(peers.values())),
             whereabouts=whereabouts,
             timeout_seconds=timeout_seconds,
-            group=found.get(grid.stage_members(rank)),
+            group=group,
             before=link(grid.before(rank), rank),
             behind=link(rank, grid.behind(rank)),
-            everyone=found[tuple(grid.ranks_of(grid.node(rank)))] if grid.num_lanes > 1 else None,
+            everyone=everyone,
+            hosts=hosts,
+            steps=tuple(each for each in (group, everyone) if each is not None),
         )
         on_error.pop_all()
     return ranks
@@ -197,11 +201,17 @@ class SharedMemoryGroup:
         return out
 
     def exchange(
-        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+        self,
+        rows_PN: Tensor,
+        begins: Tensor,
+        firsts: Sequence[int],
+        columns: Sequence[range],
+        num_rows: int | None = None,
     ) -> Tensor:
         num_rows = rows_PN.shape[0] if num_rows is None else num_rows
-        out = torch.empty((num_rows, len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
-        cpu.exchange(self._shared, rows_PN, begins, firsts, columns.start, out)
+        own = columns[self.rank]
+        out = torch.empty((num_rows, len(own)), dtype=rows_PN.dtype, device=rows_PN.device)
+        cpu.exchange(self._shared, rows_PN, begins, firsts, own.start, out)
         return out
 
     def attend(

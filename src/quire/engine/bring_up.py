@@ -67,7 +67,9 @@ def bring_up(
     found = [workers[0].facts(wants_gpu)] if executor is None else executor.facts(wants_gpu)
     facts = _share_of_rank(config, least_facts(found, _names(workers, len(found))))
     resolved = resolve(config, model_config, facts, is_server=is_server)
-    _check_weights(config, model_config, resolved, facts, free_memory_bytes)
+    # Stages on CPUs share one memory, and each GPU has its own.
+    checked = list(parts) if parts and resolved.device.device == "cuda" else [model_config]
+    _check_weights(config, checked, resolved, facts, free_memory_bytes)
     executor = executor or _executor_of_one(workers, resolved)
     settings = WorkerSettings.of(resolved)
     progress("load", 0.0, "")
@@ -104,16 +106,20 @@ def _share_of_rank(config: EngineConfig, facts: DeviceFacts) -> DeviceFacts:
 
 def _check_weights(
     config: EngineConfig,
-    model_config: ModelConfig,
+    parts: Sequence[ModelConfig],
     resolved: Resolved,
     facts: DeviceFacts,
     free_memory_bytes: int | None,
 ) -> None:
-    """Raise MemoryPlanError for weights that cannot fit, before minutes are spent on reading them."""
+    """Raise MemoryPlanError for weights that cannot fit, before minutes are spent on reading them.
+
+    Args:
+        parts: the weights that must fit into one memory: each of these must.
+    """
     total_bytes, _ = facts.memory_of(resolved.device.device)
     if free_memory_bytes is not None and resolved.device.device == "cpu":
         total_bytes = min(total_bytes, free_memory_bytes // (config.num_local_replicas * config.tensor_parallel_size))
-    planned_bytes = planned_weight_bytes(resolved, model_config)
+    planned_bytes = max(planned_weight_bytes(resolved, part) for part in parts)
     if planned_bytes >= total_bytes:
         raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.num_local_replicas)
 
@@ -138,7 +144,7 @@ def least_facts(facts: Sequence[DeviceFacts], names: Sequence[str]) -> DeviceFac
             "Some ranks have a GPU, and others have none that they can use",
             value="; ".join(why),
             expected=f"a GPU of its own for each of {len(facts)} ranks. The first one sees {gpus[0].num_visible}",
-            fix="Lower --tensor-parallel-size, or use --device cpu",
+            fix="Lower --tensor-parallel-size or --pipeline-parallel-size, or use --device cpu",
             param="tensor_parallel_size",
         )
     owners: dict[str, str] = {}

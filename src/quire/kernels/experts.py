@@ -78,10 +78,7 @@ def route(
         torch.empty((T * S,), dtype=torch.int32, device=device),
         torch.empty(((E if num_places is None else num_places) + 1,), dtype=torch.int32, device=device),
     )
-    if places_EC is None:
-        kernels.route(logits_TE, rule, bias_E, routing)
-    else:
-        cpu.route(logits_TE, rule, bias_E, routing, places_EC)
+    kernels.route(logits_TE, rule, bias_E, routing, places_EC)
     return routing
 
 
@@ -137,7 +134,7 @@ def expert_linear(
         check_last_stride(out=out)
         y_PN, dtype = out, out.dtype
     if gpu.takes(x):
-        _multiply_on_gpu(x, stack, routing, of_tokens, bias_EN, y_PN)
+        _multiply_on_gpu(x, stack, routing, of_tokens, bias_EN, y_PN, first)
         return y_PN
     if stack.is_packed and cpu.takes(x):
         cpu.expert_linear(x, stack.panels, routing, of_tokens, bias_EN, y_PN, first)
@@ -151,16 +148,17 @@ def expert_linear(
 
 
 def _multiply_on_gpu(
-    x: Tensor, stack: PackedStack, routing: Routing, of_tokens: bool, bias_EN: Tensor | None, y_PN: Tensor
+    x: Tensor, stack: PackedStack, routing: Routing, of_tokens: bool, bias_EN: Tensor | None, y_PN: Tensor, first: int
 ) -> None:
+    """`first`: the place of the stack's first expert."""
     weight, S = stack.weight, routing.num_slots
+    begins = routing.begins.narrow(0, first, stack.E + 1)
     if isinstance(weight, PackedGrouped) and weight.order_K is not None:
-        pairs_P = routing.order_P.long()
-        x = (x[pairs_P // S] if of_tokens else x).gather(
-            1, weight.order_K[routing.experts_TS.flatten()[pairs_P]].long()
-        )
+        rows_P = torch.arange(len(routing.order_P), dtype=torch.int32, device=x.device)
+        experts_P = torch.bucketize(rows_P, begins[1:-1], right=True)  # rows of other ranks' experts get any of them
+        x = (x[routing.order_P.long() // S] if of_tokens else x).gather(1, weight.order_K[experts_P].long())
         of_tokens = False
-    rows = gpu.kernels().ExpertRows(routing.begins, routing.order_P, stack.E, S, of_tokens)
+    rows = gpu.kernels().ExpertRows(begins, routing.order_P, stack.E, S, of_tokens)
     match weight:
         case PackedLinear():
             gpu.kernels().linear(x, weight.data, bias_EN, y_PN, rows)

@@ -161,7 +161,7 @@ def gated_activation(
         x_T2I: float32, bfloat16 or float16; rows may be strided.
         out: memory for the result; rows may be strided. None: new memory.
         factors_F, order_T: row t of x is first multiplied by factors[order[t]]. They are float32, and int32 in [0, F).
-        begins: int32. The compiled kernels compute only the rows from its first number to its last one.
+        begins: int32. The kernels compute only the rows from its first number to its last one.
     """
     check_gated(name, x_T2I)
     check_factors(x_T2I, factors_F, order_T)
@@ -180,10 +180,7 @@ def gated_activation(
         return y_TI if out is None else out.copy_(y_TI)
     out = torch.empty(shape, dtype=x_T2I.dtype, device=x_T2I.device) if out is None else out
     check_last_stride(x=x_T2I, out=out)
-    if begins is None:
-        kernels.gated_activation(name, x_T2I, out, factors_F, order_T)
-    else:
-        cpu.gated_activation(name, x_T2I, out, factors_F, order_T, begins)
+    kernels.gated_activation(name, x_T2I, out, factors_F, order_T, begins)
     return out
 
 

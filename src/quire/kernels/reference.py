@@ -339,6 +339,51 @@ def paged_attention(
     return out_THE
 
 
+def partial_attention(
+    q_THE: Tensor,
+    cache: LayerCache,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    cu_seqlens_q_S1: Tensor,
+    rule: AttentionRule,
+    num_owners: int,
+    owner: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See partial_attention.partial_attention: values, maxima and sums."""
+    (T, H, _), (_, G, P) = q_THE.shape, cache.k_BGPE.shape[:3]
+    firsts_S = rule.first_visible(seq_lens_S - cu_seqlens_q_S1.diff())
+    values_THV = q_THE.new_zeros((T, H, cache.v_BGPE.shape[3]), dtype=torch.float32)
+    maxima_TH = q_THE.new_full((T, H), -math.inf, dtype=torch.float32)
+    sums_TH = q_THE.new_zeros((T, H), dtype=torch.float32)
+    starts = cu_seqlens_q_S1.tolist()
+    for s, (first, seq_len) in enumerate(zip(firsts_S.tolist(), seq_lens_S.tolist(), strict=True)):
+        places_M = torch.arange(first // P, -(-seq_len // P), device=q_THE.device)
+        places_M = places_M[block_tables_SM[s, places_M] % num_owners == owner]
+        if len(places_M) == 0:
+            continue
+        tokens, blocks = slice(starts[s], starts[s + 1]), block_tables_SM[s, places_M].long() // num_owners
+        k_HLE, v_HLE = (
+            kv_codes.decode(cache_BGPE[blocks], None if scales_BGP is None else scales_BGP[blocks])
+            .transpose(0, 1)
+            .flatten(1, 2)
+            .repeat_interleave(H // G, dim=0)
+            for cache_BGPE, scales_BGP in ((cache.k_BGPE, cache.k_scales_BGP), (cache.v_BGPE, cache.v_scales_BGP))
+        )
+        scores_HQL = rule.scale * (q_THE[tokens].float().transpose(0, 1) @ k_HLE.transpose(1, 2))
+        if rule.soft_cap > 0:
+            scores_HQL = rule.soft_cap * torch.tanh(scores_HQL / rule.soft_cap)
+        key_L = (places_M[:, None] * P + torch.arange(P, device=q_THE.device)).flatten()
+        query_Q1 = torch.arange(seq_len - (starts[s + 1] - starts[s]), seq_len, device=q_THE.device).unsqueeze(1)
+        is_visible_QL = (key_L <= query_Q1) & (key_L >= rule.first_visible(query_Q1))
+        scores_HQL = (scores_HQL * math.log2(math.e)).masked_fill(~is_visible_QL, -math.inf)
+        maxima_HQ = scores_HQL.amax(2)
+        weights_HQL = torch.exp2(scores_HQL - maxima_HQ.clamp(min=torch.finfo(torch.float32).min)[:, :, None])
+        is_seen_L = (key_L >= first) & (key_L < seq_len)  # what no token sees may hold anything
+        values_THV[tokens] = (weights_HQL @ v_HLE.masked_fill(~is_seen_L[:, None], 0.0)).transpose(0, 1)
+        maxima_TH[tokens], sums_TH[tokens] = maxima_HQ.T, weights_HQL.sum(2).T
+    return values_THV, maxima_TH, sums_TH
+
+
 def _check_batch(
     T: int, B: int, P: int, block_tables_SM: Tensor, firsts_S: Tensor, seq_lens_S: Tensor, cu_seqlens_q_S1: Tensor
 ) -> None:

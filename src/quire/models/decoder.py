@@ -24,7 +24,6 @@ from quire.layers.embedding import Embedding, Lookup, OutputProjection, PackedEm
 from quire.layers.joined import JoinedLookup
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm, make_norm
-from quire.layers.received import ReceivedRows
 from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import Extent, StackedSlots, WeightSlot
 from quire.model_config import ModelConfig
@@ -77,15 +76,13 @@ class Decoder:
         self._backends = SharedBackends(tables, form.device, form.attention_backend, form.cache_dtype)
         self._output: OutputProjection
         self._embed: Lookup
-        if sharing.before is not None:
-            self._embed = ReceivedRows(sharing.before, config.hidden_size, form.dtype)
-            if config.has_output:
-                self._output = self._make_output()
-        else:
+        if config.has_embeddings:
             self._embed = self._make_embeddings()
             if sharing.group is not None:
                 assert config.vocab_share is not None, "a rank has a part of the model"
                 self._embed = JoinedLookup(self._embed, config.vocab_share, sharing.group, form.device)
+        elif config.has_output:
+            self._output = self._make_output()
         self._layers = list(self._make_layers())
         if config.has_output:
             final_norm = make_norm(config.final_norm, config.rms_norm_eps, config.norm_offset, form.dtype)
@@ -98,8 +95,7 @@ class Decoder:
         self._sublayers[-1].next_norm = self._final_norm = final_norm
         self._parts_of_pass: list[_PartOfPass] = list(self._sublayers)
         # transformers rounds Gemma's factor to the dtype; Granite's factors are exact in every dtype.
-        multiplier = config.embedding_multiplier if config.has_embeddings else 1.0
-        self._embedding_multiplier = torch.tensor(multiplier, dtype=form.dtype).item()
+        self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=form.dtype).item()
         ignored = config.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
         self._weights = WeightTable(self._slots(), config.renamed_prefixes, ignored)
 
@@ -237,7 +233,7 @@ class Decoder:
         """Compute hidden_TD of the step's tokens, after the final norm, in the model's dtype.
 
         The keys and values of the tokens are written to `batch.caches`. A pipeline stage before the last one gives the
-        residual stream instead; `embed_step` of the next stage receives it.
+        residual stream instead, which is the `hidden_TD` of the next stage's batch.
         """
         if batch.host is not None:
             self.prepare(batch.host, batch.caches)
@@ -268,8 +264,11 @@ class Decoder:
         return residual_TD
 
     def embed_step(self, batch: ForwardBatch) -> Tensor:
-        """The residual stream that `run_blocks` begins with."""
-        return self.embed(batch.token_ids_T, batch.adapter_slots_T)
+        """The residual stream that `run_blocks` begins with. A stage without embeddings gets it with the batch."""
+        if self.config.has_embeddings:
+            return self.embed(batch.token_ids_T, batch.adapter_slots_T)
+        assert batch.hidden_TD is not None, "the stage before sends it"
+        return batch.hidden_TD
 
     def adaptable(self) -> Iterator[Adaptable]:
         """Every layer here that adapters may change: the embeddings come first and the output projection last."""

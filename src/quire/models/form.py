@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.distributed.group import Group, Link
+from quire.distributed.group import Group
 from quire.moe.dispatch import Dispatch
 
 CPU = torch.device("cpu")
@@ -37,13 +37,11 @@ class Sharing:
 
     Attributes:
         group: the ranks that share the model (tensor parallelism); None: one rank has all of it.
-        before: the link from the previous pipeline stage; None: this is the first stage.
         dispatch: sends rows to the ranks of their experts; None: lanes share no experts.
         num_kv_owners: the number of neighbouring ranks of the group that share one KV cache.
     """
 
     group: Group | None = None
-    before: Link | None = None
     dispatch: Dispatch | None = None
     num_kv_owners: int = 1
 

@@ -29,7 +29,7 @@ class Dispatch:
 
     def to_all(self, x_TD: Tensor, lanes: LaneRows) -> Tensor:
         """The rows of all lanes, one lane after the other, [X, D]. Raises as Group.exchange."""
-        columns, num_rows = range(x_TD.shape[1]), sum(lanes.counts)
+        columns, num_rows = [range(x_TD.shape[1])] * self.group.size, sum(lanes.counts)
         return self.group.exchange(x_TD, lanes.begins_L1, self._firsts, columns, num_rows)
 
     def own(self, x_XD: Tensor, lanes: LaneRows) -> Tensor:

@@ -93,7 +93,8 @@ class MoE:
         if placement is not None:
             first, last = placement.firsts[placement.rank : placement.rank + 2]
             self.num_places, self._own_places = placement.num_places, (first, last - first + 1)
-            self._places_EC = places_of(tuple(chain(*placement.experts)), spec.num_routed, len(placement.experts))
+            experts_P, num_ranks = tuple(chain(*placement.experts)), len(placement.experts)
+            self._places_EC = places_of(experts_P, spec.num_routed, num_ranks).to(device)
         self._rule = RoutingRule(
             num_experts=spec.num_routed,
             num_active=spec.num_active,

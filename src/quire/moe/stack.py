@@ -192,7 +192,7 @@ class ExchangedStack:
     def __init__(self, stack: ExpertStack | SplitStack, placement: Placement, group: Group) -> None:
         self.parts = stack.parts
         self._stack, self._group = stack, group
-        self._firsts, self._columns = placement.firsts, placement.columns[placement.rank]
+        self._firsts, self._columns = placement.firsts, placement.columns
 
     def __call__(self, x: Tensor, routing: Routing, *, of_tokens: bool) -> Tensor:
         y_PN = self._stack(x, routing, of_tokens=of_tokens)

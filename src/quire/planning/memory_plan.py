@@ -78,17 +78,17 @@ def work_bytes(buffer_bytes: int, device: str) -> int:
     return buffer_bytes * HEAP_FACTOR if device == "cpu" else buffer_bytes
 
 
-def buffer_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
+def buffer_bytes(model: ModelConfig, num_tokens: int, dtype: str, device: str) -> int:
     """Bytes of the buffers that live at once in a forward pass of a native model, without logits: see models/block.py.
 
     A drafter runs after its target, so the larger of them counts.
     """
-    widest = max((_buffer_width(model, layer) for layer, _ in model.layer_kinds), default=model.hidden_size)
+    widest = max((_buffer_width(model, layer, device) for layer, _ in model.layer_kinds), default=model.hidden_size)
     own = num_tokens * widest * DTYPE_BYTES[dtype]
-    return own if model.drafter is None else max(own, buffer_bytes(model.drafter, num_tokens, dtype))
+    return own if model.drafter is None else max(own, buffer_bytes(model.drafter, num_tokens, dtype, device))
 
 
-def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
+def _buffer_width(model: ModelConfig, layer: LayerSpec, device: str) -> int:
     """Elements per token: the residual stream, its norm, and the tensors of a layer's part that live together."""
     widest = 0
     for part, norms in layer.parts:
@@ -105,7 +105,10 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
             inner = part.num_active * _of_mlp(part.expert, model.hidden_size)
             results = part.num_active * model.hidden_size
             if part.placement is not None:  # its columns of all experts' results beside the results of its own experts
-                results += part.num_active * len(part.placement.columns[0])
+                columns = part.placement.columns
+                results += part.num_active * len(columns[0])
+                if device == "cuda":  # columns of all rows that are sent to all ranks and got from them
+                    results += part.num_active * 2 * len(columns) * len(columns[0])
             if part.shared is not None:
                 inner = max(inner, results + _of_mlp(part.shared, model.hidden_size))
                 results += model.hidden_size
@@ -150,7 +153,7 @@ def predict_memory(
     steps, hidden = resolved.scheduler, 0
     if resolved.drafter is not None:
         hidden = resolved.drafter.hidden_bytes(model, steps.max_num_seqs, steps.most_tokens)
-    buffers = buffer_bytes(model, steps.max_num_batched_tokens, resolved.model.dtype)
+    buffers = buffer_bytes(model, steps.max_num_batched_tokens, resolved.model.dtype, resolved.device.device)
     total, free = device.memory_of(resolved.device.device)
     facts = MemoryFacts(
         total_bytes=total,

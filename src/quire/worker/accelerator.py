@@ -143,7 +143,7 @@ class Accelerator(Device, Protocol):
         ...
 
     def connect(self, store: Any, rank: int, size: int, limit: timedelta) -> Any:
-        """Connect a rank to the other ranks of its group, which call this too. Returns a backend of torch.distributed.
+        """Connect some ranks, which all call this. Returns a backend of torch.distributed.
 
         Args:
             store: a store of torch.distributed, where the ranks find each other.

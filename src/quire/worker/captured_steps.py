@@ -28,6 +28,6 @@ class CapturedSteps(Protocol):
         """Compute hidden_TD of a step that was staged with this padding. The next run overwrites the result.
 
         Args:
-            hidden_TD: the input of a drafter's head: see ForwardBatch.
+            hidden_TD: see ForwardBatch. Its rows are those of the step, without padding.
         """
         ...

@@ -104,7 +104,8 @@ class StepGraphs:
         self._hidden_TD = torch.empty(
             (max(size.tokens for size in sizes), model.config.hidden_size), dtype=model.dtype, device=accelerator.device
         )
-        self._given_TD = None if model.config.head is None else torch.zeros_like(self._hidden_TD)
+        is_given = model.config.head is not None or not model.config.has_embeddings
+        self._given_TD = torch.zeros_like(self._hidden_TD) if is_given else None
 
     @torch.inference_mode()
     def capture(self, on_captured: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -149,6 +150,8 @@ class StepGraphs:
         captured = self._captured[size]
         if self._given_TD is not None and hidden_TD is not None:
             self._given_TD[: len(hidden_TD)].copy_(hidden_TD)
+            # A pass may add to the rows of the padding: without this they would grow from step to step.
+            self._given_TD[len(hidden_TD) : size.tokens].zero_()
         assert captured.staged.token_ids_T.data_ptr() == staged.token_ids_T.data_ptr(), "the step lies elsewhere"
         self._model.prepare(staged.host, self._caches)
         if self._group is not None:

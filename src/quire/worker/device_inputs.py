@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.distributed.layout import PageShare
 from quire.forward_batch import ForwardBatch, LayerCache, StepTable
 from quire.kernels import gpu
 from quire.speculative_config import LEAST_LOGITS_ROWS
 from quire.worker.accelerator import Accelerator
-from quire.worker.input_batch import ExpectedTokens, InputBatch, Padding, StagedStep, StepRows
+from quire.worker.input_batch import ALL_PAGES, ExpectedTokens, InputBatch, Padding, StagedStep, StepRows
 from quire.worker.staging import ALIGNMENT, Staging
 
 # Bytes per token, bytes per row, and the number of arrays of a step: see InputBatch.stage.
@@ -52,13 +53,16 @@ class DeviceInputBatch(InputBatch):
         max_tokens: int,
         accelerator: Accelerator,
         steps_in_flight: int,
+        pages: PageShare = ALL_PAGES,
+        has_grammars: bool = True,
     ) -> None:
         num_bytes = (_TOKEN_BYTES + _SLOT_BYTES * num_tables) * max_tokens + _ROW_BYTES * max(
             max_num_rows, LEAST_LOGITS_ROWS
         )
         num_bytes += 4 + ALIGNMENT * (_NUM_ARRAYS + num_tables)
         staging = Staging(accelerator, num_bytes, steps_in_flight + 1)
-        super().__init__(max_num_rows, max_model_len, block_size, vocab_size, num_tables, adapters, arrays=staging)
+        sizes = max_num_rows, max_model_len, block_size, vocab_size, num_tables
+        super().__init__(*sizes, adapters, arrays=staging, pages=pages, has_grammars=has_grammars)
         device = accelerator.device
         self._block_tables_NCM = torch.zeros(self.block_tables_NCM.shape, dtype=torch.int32, device=device)
         self._newest_C = torch.zeros(max_num_rows, dtype=torch.int64, device=device)

@@ -24,7 +24,8 @@ class ForwardPass:
 
     Args:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
-        behind: the link to the next pipeline stage, which takes the hidden states; None: this is the last stage.
+        before: the link from the pipeline stage before, which gives the residual stream; None: this is the first stage.
+        behind: the link to the next pipeline stage, which takes the residual stream; None: this is the last stage.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class ForwardPass:
         caches: list[LayerCache],
         inputs: InputBatch,
         captured: CapturedSteps | None = None,
+        before: Link | None = None,
         behind: Link | None = None,
     ) -> None:
-        self.model, self.captured, self._behind = model, captured, behind
+        self.model, self.captured, self._before, self._behind = model, captured, before, behind
         self._caches, self._inputs = caches, inputs
 
     def stage(self, step: StepRows, parameters: Sequence[NDArray[Any]] = ()) -> StagedStep:
@@ -53,6 +55,10 @@ class ForwardPass:
         Args:
             hidden_TD: the input of a drafter's head: see ForwardBatch.
         """
+        # A captured pass holds no transfer between stages: no graph of a GPU waits for a graph of another stage.
+        if self._before is not None:
+            config = self.model.config
+            hidden_TD = self._before.receive(staged.num_tokens, config.hidden_size, self.model.dtype)
         if self.captured is None or staged.padding is None:
             found_TD = self.model.forward(self._inputs.forward_batch(staged, self._caches, hidden_TD))
         else:

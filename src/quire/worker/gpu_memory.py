@@ -99,7 +99,8 @@ class OnGpu:
         progress: Progress,
     ) -> ModelRunner:
         """Make the runner, and capture its graphs."""
-        inputs = make_inputs(settings, model.config, self._accelerator, settings.model.max_model_len, adapters)
+        max_model_len = settings.model.max_model_len
+        inputs = make_inputs(settings, model.config, self._accelerator, max_model_len, self._ranks, adapters)
 
         def captured(model: CausalLM, caches: list[LayerCache], settings: WorkerSettings) -> StepGraphs | None:
             if not (sizes := paddings(settings)):
@@ -127,6 +128,7 @@ def make_inputs(
     model: ModelConfig,
     accelerator: Accelerator,
     max_model_len: int,
+    ranks: Ranks | None = None,
     adapters: Mapping[str, int] = MappingProxyType({}),
 ) -> DeviceInputBatch:
     """An InputBatch with rows for all requests that may run, and staging memory for the largest step."""
@@ -140,6 +142,8 @@ def make_inputs(
         max_tokens=settings.most_tokens,
         accelerator=accelerator,
         steps_in_flight=settings.steps_in_flight,
+        pages=kv_cache.page_share(settings.model.decode_context_parallel_size, ranks),
+        has_grammars=ranks is None or ranks.samples,
     )
 
 
@@ -158,7 +162,7 @@ def measure_work(
         max_model_len: the target's, also for a drafter: kernels are compiled for the width of the block tables.
     """
     before = accelerator.release()
-    inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator, max_model_len)
+    inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator, max_model_len, ranks)
     runner, tables = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, ranks=ranks), inputs.num_tables
     for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
         for params in (GREEDY, RANDOM):

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from quire.distributed.group import Ranks
-from quire.distributed.layout import PageShare
 from quire.formats.kv_groups import kv_groups, num_tables, pages_alone
 from quire.forward_batch import LayerCache
 from quire.life_cycle import Measured, WorkerSettings
@@ -25,8 +24,8 @@ from quire.worker.accelerator import Host
 from quire.worker.drafters import drafter_of, streams_for
 from quire.worker.expert_balancer import ExpertBalancer
 from quire.worker.expert_use import ExpertCounter
-from quire.worker.input_batch import ALL_PAGES, InputBatch
-from quire.worker.kv_cache import PagedCache
+from quire.worker.input_batch import InputBatch
+from quire.worker.kv_cache import PagedCache, page_share
 from quire.worker.live_buffers import LiveBuffers
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recorded_steps import RecordedSteps
@@ -115,11 +114,6 @@ class OnHost:
             balancer=balancer,
             shards_sampling=form.enable_batch_sharded_sampling,
         )
-
-
-def page_share(num_owners: int, ranks: Ranks | None) -> PageShare:
-    """The part of a KV cache that this rank has, if neighbours share the cache."""
-    return ALL_PAGES if ranks is None else PageShare.of(num_owners, ranks.grid.place(ranks.rank))
 
 
 def _recorded(

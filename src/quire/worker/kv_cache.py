@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quire.distributed.group import Group
+from quire.distributed.group import Group, Ranks
 from quire.distributed.layout import PageShare
 from quire.formats.kv_format import KV_FORMATS
 from quire.formats.kv_groups import DrafterLayers, KvGroup, kv_groups, page_bytes
@@ -83,13 +83,21 @@ class PagedCache:
             places[source % count] += 1
             if destination % count == owner:
                 taken.append((row, destination // count))
-        begins, own = torch.tensor(firsts, dtype=torch.int32), slice(*firsts[group.rank : group.rank + 2])
+        device, own = self.pages.device, slice(*firsts[group.rank : group.rank + 2])
+        begins = gpu.place(torch.tensor(firsts, dtype=torch.int32), device)
+        own_sources = gpu.place(torch.tensor(sources[owner], dtype=torch.int64), device)
+        taken_rows, taken_pages = gpu.place(torch.tensor(taken, dtype=torch.int64).view(-1, 2).T.contiguous(), device)
         for piece in torch.split(self.pages, max(1, COPY_BYTES // firsts[-1]), dim=1):
-            rows = torch.empty((firsts[-1], piece.shape[1]), dtype=torch.uint8)
-            rows[own] = piece[sources[owner]]
-            found = group.exchange(rows, begins, range(group.size + 1), range(piece.shape[1]))
-            for row, page in taken:
-                piece[page] = found[row]
+            rows = torch.empty((firsts[-1], piece.shape[1]), dtype=torch.uint8, device=device)
+            rows[own] = piece[own_sources]
+            columns = [range(piece.shape[1])] * group.size
+            found = group.exchange(rows, begins, range(group.size + 1), columns)
+            piece[taken_pages] = found[taken_rows]
+
+
+def page_share(num_owners: int, ranks: Ranks | None) -> PageShare:
+    """The part of a KV cache that this rank has, if neighbours share the cache."""
+    return PageShare() if ranks is None else PageShare.of(num_owners, ranks.grid.place(ranks.rank))
 
 
 def allocate(

@@ -163,8 +163,8 @@ class ModelRunner:
             self.drafting = Drafting(
                 drafter, input_batch, device, vocab_size, is_alone=alone, learn_tokens=self._finish_all
             )
-        behind = None if ranks is None else ranks.behind
-        self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured, behind)
+        before, behind = (None, None) if ranks is None else (ranks.before, ranks.behind)
+        self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured, before, behind)
         self._in_flight: deque[PendingStep] = deque()
         self.verify: Verify = verify  # benchmarks may replace it by HoldAtRandom
 
@@ -240,7 +240,8 @@ class ModelRunner:
         else:
             forwarded = device.mark()
             if launched.rows:
-                expected = inputs.expect_tokens(staged, step, torch.full((len(launched.rows),), -1))
+                unknown_R = torch.full((len(launched.rows),), -1, device=staged.expecting_rows.device)
+                expected = inputs.expect_tokens(staged, step, unknown_R)
                 self._untold.append((batch.step_id, expected))
         if inputs.num_prompt_logprobs and self._is_last_stage:
             launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step, staged))

@@ -358,7 +358,7 @@ def _sharing(ranks: Ranks | None, num_kv_owners: int) -> Sharing:
     dispatch = None
     if ranks.everyone is not None:
         dispatch = Dispatch(ranks.everyone, ranks.grid.lane(ranks.rank), ranks.grid.width)
-    return Sharing(group=ranks.group, before=ranks.before, dispatch=dispatch, num_kv_owners=num_kv_owners)
+    return Sharing(group=ranks.group, dispatch=dispatch, num_kv_owners=num_kv_owners)
 
 
 def _check_others(ranks: Ranks) -> None:
@@ -391,9 +391,10 @@ def _may_leave(ranks: Ranks, error: Exception) -> bool:
     """Whether this rank may leave a step after an error.
 
     It must not leave if a rank of another stage or another GPU may wait for it, because such a rank does not leave the
-    step with it.
+    step with it. With GPUs, hosts of all stages leave it together, until they have agreed on it.
     """
     if isinstance(error, EngineDeadError) or ranks.is_committed:
         return False
     is_of_all_stages = isinstance(error, RowsFailedError) and error.__cause__ is None
-    return ranks.grid.num_stages == 1 or is_of_all_stages or isinstance(error, (AgreedError, StepVoid))
+    are_all_told = ranks.grid.num_stages == 1 or ranks.do_hosts_agree
+    return are_all_told or is_of_all_stages or isinstance(error, (AgreedError, StepVoid))

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -62,18 +63,21 @@ def attention_case(
     chunk: int = 0,
     has_sinks: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    num_owners: int = 1,
 ) -> dict[str, Any]:
-    """The kernel with the tiles of such a batch."""
+    """The kernel with the tiles of such a batch. With several owners, it is deterministic and in ranges of 256."""
     has_codes, is_float32 = codes != "none", dtype == torch.float32
     is_wgmma = sm == 90 and not is_float32
     if is_deterministic:
         shape = attention.choose_fixed_shape(num_tokens, num_seqs, group, 8, head_dim, 8192, is_wgmma, is_float32)
     else:
         shape = attention.choose_shape(num_tokens, num_seqs, group, 8, head_dim, has_codes, is_wgmma, is_float32)
+    if num_owners > 1:
+        shape = replace(shape, segments=1, range_len=256)
     constants = {
         "GROUP": group,
         "E": head_dim,
-        "P": 16,
+        "P": 16 if num_owners == 1 else 256,
         "BLOCK_E": triton.next_power_of_2(head_dim),
         "BLOCK_M": shape.block_m,
         "BLOCK_Q": shape.block_m // group,
@@ -84,6 +88,8 @@ def attention_case(
         "SEGMENTS": shape.segments,
         "RANGE": shape.range_len,
         "CODES": codes,
+        "OWNERS": num_owners,
+        "OWNER": num_owners - 1,
         "UPCAST": False,
     }
     types = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), POINTERS[dtype])
@@ -97,7 +103,7 @@ def attention_case(
         constants |= {"k_scales_ptr": None, "v_scales_ptr": None}
     if not has_sinks:
         constants["sinks_ptr"] = None
-    if shape.segments > 1:
+    if shape.segments > 1 or num_owners > 1:
         types["out_ptr"] = "*fp32"
     else:
         constants |= {"max_ptr": None, "sum_ptr": None}
@@ -149,15 +155,17 @@ def expert_cases(sm: int) -> dict[str, dict[str, Any]]:
             "kernel": experts._route_kernel,
             "constants": {"S": 8, "SCORING": scoring, "GROUPS": groups, "ACTIVE_GROUPS": max(groups // 2, 1)}
             | {"IS_TOP2": is_top2, "NORMALIZES": True, "BLOCK_E": 256, "BLOCK_S": 8}
-            | ({} if groups > 1 else {"bias_ptr": None}),
+            | ({} if groups > 1 else {"bias_ptr": None, "copies_ptr": None, "places_ptr": None}),
             "types": dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*fp32")
-            | {"experts_ptr": "*i32", "scale": "fp32", "jitter": "fp32"},
+            | dict.fromkeys(("experts_ptr", "copies_ptr", "places_ptr"), "*i32")
+            | {"scale": "fp32", "jitter": "fp32"},
             "options": {"num_warps": 1},
         }
     found["route by sparsemixer"] = {
         "kernel": experts._route_kernel,
         "constants": {"S": 2, "SCORING": "sparsemixer", "GROUPS": 1, "ACTIVE_GROUPS": 1, "IS_TOP2": False}
-        | {"NORMALIZES": False, "BLOCK_E": 16, "BLOCK_S": 2, "bias_ptr": None},
+        | {"NORMALIZES": False, "BLOCK_E": 16, "BLOCK_S": 2}
+        | {"bias_ptr": None, "copies_ptr": None, "places_ptr": None},
         "types": {"logits_ptr": "*fp32", "weights_ptr": "*fp32", "experts_ptr": "*i32"}
         | {"scale": "fp32", "jitter": "fp32"},
         "options": {"num_warps": 1},
@@ -408,14 +416,17 @@ def latent_cases() -> dict[str, dict[str, Any]]:
     for codes in ("none", "e4m3", "e5m2", "int8"):
         types: dict[str, str] = {"cache_ptr": "*bf16" if codes == "none" else "*i8", "scales_ptr": "*fp32"}
         no_scales = {} if codes == "int8" else {"scales_ptr": None}
-        for name, H, segments, dtype in (
-            ("latent prompts", 16, 1, torch.bfloat16),
-            ("latent decodes, split", 128, 8, torch.bfloat16),
-            ("latent prompts, float32", 16, 1, torch.float32),
+        for name, H, segments, dtype, num_owners in (
+            ("latent prompts", 16, 1, torch.bfloat16, 1),
+            ("latent decodes, split", 128, 8, torch.bfloat16, 1),
+            ("latent prompts, float32", 16, 1, torch.float32, 1),
+            ("latent prompts, some pages", 32, 1, torch.bfloat16, 2),
         ):
             if dtype == torch.float32 and codes != "none":
                 continue
-            no_sums = {"max_ptr": None, "sum_ptr": None} if segments == 1 else {}
+            is_whole = segments == num_owners == 1
+            no_sums = {"max_ptr": None, "sum_ptr": None} if is_whole else {}
+            pages = {"OWNERS": num_owners, "OWNER": num_owners - 1} | ({"P": 256} if num_owners > 1 else {})
             cache = POINTERS[dtype] if codes == "none" else "*i8"
             tables = dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "cu_seqlens_ptr"), "*i32")
             sums = dict.fromkeys(("max_ptr", "sum_ptr"), "*fp32")
@@ -425,12 +436,14 @@ def latent_cases() -> dict[str, dict[str, Any]]:
                 | no_scales
                 | no_sums
                 | latent.blocks(H, 512, 64, dtype)
-                | {"H": H, "SEGMENTS": segments, "RANGE": 1024, "CODES": codes, "UPCAST": False},
+                | {"H": H, "SEGMENTS": segments, "RANGE": 1024 if num_owners == 1 else 256}
+                | {"CODES": codes, "UPCAST": False}
+                | pages,
                 "types": types
                 | tables
                 | sums
                 | {"q_ptr": POINTERS[dtype], "cache_ptr": cache, "scale": "fp32"}
-                | {"out_ptr": POINTERS[dtype] if segments == 1 else "*fp32"},
+                | {"out_ptr": POINTERS[dtype] if is_whole else "*fp32"},
                 "options": latent.options(dtype),
             }
         found[f"latent rope to {codes}"] = {
@@ -492,6 +505,8 @@ def cases() -> dict[str, dict[str, Any]]:
             "decode of wide heads": attention_case(256, 256, 2, 256),
             "decode": attention_case(256, 256, 4, 128),
             "split decode": attention_case(1, 1, 4, 128),
+            "prefill of some pages": attention_case(2048, 4, 16, 128, is_deterministic=True, num_owners=2),
+            "decode of some pages": attention_case(256, 256, 16, 128, is_deterministic=True, num_owners=2),
             "join": {
                 "kernel": attention._join_segments_kernel,
                 "constants": join | {"sinks_ptr": None},
@@ -529,14 +544,15 @@ def cases() -> dict[str, dict[str, Any]]:
             **{
                 name: {
                     "kernel": activation._gated_activation_kernel,
-                    "constants": {"NAME": name, "BLOCK": 1024, "factors_ptr": None, "order_ptr": None},
+                    "constants": {"NAME": name, "BLOCK": 1024}
+                    | dict.fromkeys(("factors_ptr", "order_ptr", "begins_ptr")),
                 }
                 for name in ("silu", "clamped_swiglu")
             },
-            "silu with factors": {
+            "silu with factors, of some rows": {
                 "kernel": activation._gated_activation_kernel,
                 "constants": {"NAME": "silu", "BLOCK": 1024},
-                "types": {"factors_ptr": "*fp32", "order_ptr": "*i32"},
+                "types": {"factors_ptr": "*fp32", "order_ptr": "*i32", "begins_ptr": "*i32"},
             },
             "greedy": {
                 "kernel": sampling._highest_kernel,

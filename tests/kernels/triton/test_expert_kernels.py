@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.formats.weight_format import GGUF, GroupedFormat
-from quire.kernels import gpu, reference, reference_experts
+from quire.kernels import gpu, ops, reference, reference_experts
 from quire.kernels.dense import PackedLinear, pack_linear
 from quire.kernels.expert_stack import StackBuilder
 from quire.kernels.experts import combine, expert_linear, route
@@ -89,6 +89,41 @@ def test_products_equal_the_twin(name: str) -> None:
                 row = x[pair // S if of_tokens else p]
                 expected = reference.linear(row[None], weight_of[e], None if bias is None else bias[e], torch.float32)
                 torch.testing.assert_close(y_PN[p : p + 1], expected, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["float32", "act-order"])
+def test_a_rank_computes_the_experts_of_its_places(name: str) -> None:
+    """Experts lie in another order, and one of them has two copies. Rows of other ranks' experts are not written."""
+    T, S, E, N, K, first, count = 24, 2, 5, 70, 96, 1, 4
+    copies = torch.tensor([[3, 3], [0, 5], [4, 4], [1, 1], [2, 2]], dtype=torch.int32)  # places of each expert
+    logits_TE = torch.randn(T, E, generator=torch.Generator().manual_seed(5))
+    twin = reference_experts.route(logits_TE, RoutingRule(E, S), None, copies, 6)
+    routing = route(logits_TE.to(DEVICE), RoutingRule(E, S), None, copies.to(DEVICE), 6)
+    for own, expected in zip(vars(routing).values(), vars(twin).values(), strict=True):
+        torch.testing.assert_close(own.cpu(), expected)
+    builder, weights = StackBuilder(count, N), []
+    for place in range(count):
+        packed, weight_NK = FORMS[name](N, K, place)
+        builder.put(place, packed)  # type: ignore[arg-type]
+        weights.append(weight_NK)
+    begins = routing.begins.narrow(0, first, count + 1)
+    ends = begins.tolist()
+    for of_tokens in (True, False):
+        x = torch.randn(T if of_tokens else T * S, K).to(DEVICE)
+        y_PN = torch.full((T * S, N), 7.0).to(DEVICE)
+        expert_linear(x, builder.finished(), routing, of_tokens=of_tokens, out=y_PN, first_place=first)
+        y_PI = ops.gated_activation("silu", y_PN, torch.full_like(y_PN[:, : N // 2], 7.0), begins=begins)
+        for p, pair in enumerate(routing.order_P.tolist()):
+            if not ends[0] <= p < ends[-1]:
+                assert bool((y_PN[p] == 7.0).all())
+                assert bool((y_PI[p] == 7.0).all())
+                continue
+            weight_NK = weights[sum(end <= p for end in ends[1:])]
+            row = x[pair // S if of_tokens else p]
+            expected = reference.linear(row[None], weight_NK, None, torch.float32)
+            torch.testing.assert_close(y_PN[p : p + 1], expected, atol=5e-5, rtol=1e-5)
+            expected = reference.gated_activation("silu", y_PN[p : p + 1])
+            torch.testing.assert_close(y_PI[p : p + 1], expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -34,11 +34,24 @@ def _gated(gate, up, NAME: tl.constexpr):
 
 @triton.jit
 def _gated_activation_kernel(
-    x_ptr, out_ptr, factors_ptr, order_ptr, x_stride, out_stride, inner, NAME: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    out_ptr,
+    factors_ptr,
+    order_ptr,
+    begins_ptr,
+    x_stride,
+    out_stride,
+    inner,
+    last,
+    NAME: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    """`last`: the index of the last number of `begins`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < inner
+    if begins_ptr is not None:
+        is_inside = is_inside & (row >= tl.load(begins_ptr)) & (row < tl.load(begins_ptr + last))
     gate = tl.load(x_ptr + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + inner + columns, mask=is_inside, other=0.0).to(tl.float32)
     if factors_ptr is not None:
@@ -49,7 +62,12 @@ def _gated_activation_kernel(
 
 
 def gated_activation(
-    name: str, x_T2I: Tensor, out_TI: Tensor, factors_F: Tensor | None = None, order_T: Tensor | None = None
+    name: str,
+    x_T2I: Tensor,
+    out_TI: Tensor,
+    factors_F: Tensor | None = None,
+    order_T: Tensor | None = None,
+    begins: Tensor | None = None,
 ) -> None:
     """See ops.gated_activation. Numbers in `order` are not checked, because the host would wait for the device."""
     T, inner = out_TI.shape
@@ -58,8 +76,10 @@ def gated_activation(
         out_ptr=out_TI,
         factors_ptr=factors_F,
         order_ptr=order_T,
+        begins_ptr=begins,
         **row_strides(x=x_T2I, out=out_TI),
         inner=inner,
+        last=0 if begins is None else len(begins) - 1,
         NAME=name,
         BLOCK=_BLOCK,
         num_warps=4,

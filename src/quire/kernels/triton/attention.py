@@ -19,7 +19,8 @@ sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -32,6 +33,9 @@ from quire.kernels.guards import check_strides
 from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2, row_strides, strides
+
+if TYPE_CHECKING:
+    from quire.kernels.partial_attention import Partials
 
 # A launch should have at least this number of programs: two for each of the 132 multiprocessors of an H100.
 PROGRAMS_WANTED = 264
@@ -81,9 +85,12 @@ def _attend(
     CHUNK: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     CODES: tl.constexpr,
+    OWNERS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Attend to the keys begin to end - 1. With a window or chunks, keys before `first` are not read.
+
+    All their pages have one of OWNERS owners, whose number of page p is p // OWNERS.
 
     Returns maxima (of log2) and sums [BLOCK_M], and the unnormalised output [BLOCK_M, BLOCK_E].
     """
@@ -97,7 +104,7 @@ def _attend(
         is_key = key < end
         if WINDOW > 0 or CHUNK > 0:
             is_key = is_key & (key >= first)
-        page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64)
+        page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64) // OWNERS
         at = page * cache_stride_b + at_head + (key % P) * E
         k = tl.load(k_cache_ptr + at[None, :] + e[:, None], mask=is_key[None, :] & is_e[:, None], other=0)
         v = tl.load(v_cache_ptr + at[:, None] + e[None, :], mask=is_key[:, None] & is_e[None, :], other=0)
@@ -191,12 +198,16 @@ def _attention_kernel(
     SEGMENTS: tl.constexpr,
     RANGE: tl.constexpr,
     CODES: tl.constexpr,
+    OWNERS: tl.constexpr,
+    OWNER: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Without segments, it writes out [T, H, E]. With segments, it writes float32 out [T, H, SEGMENTS, E], maxima and
     sums [T, H, SEGMENTS].
 
     RANGE is 0, or the number of keys that are summed separately. With segments, a segment has this number of keys.
+
+    With several owners, it takes the pages of OWNER only, and writes one segment. A page is a range then.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -227,6 +238,7 @@ def _attention_kernel(
     if CHUNK > 0:
         first = (seq_len - query_len + first_query) // CHUNK * CHUNK
     begin = first // TILE * TILE
+    segment = 0
     if SEGMENTS > 1:
         segment_len = RANGE if RANGE > 0 else tl.cdiv(tl.cdiv(seq_len, SEGMENTS), TILE) * TILE
         segment = tl.program_id(2)
@@ -241,6 +253,9 @@ def _attention_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
         for part in range(begin // RANGE, tl.cdiv(end, RANGE)):
             part_begin, part_end = tl.maximum(begin, part * RANGE), tl.minimum(end, (part + 1) * RANGE)
+            if OWNERS > 1:
+                is_own = tl.load(table_ptr + part) % OWNERS == OWNER
+                part_end = tl.where(is_own, part_end, part_begin)
             part_maximum, part_total, part_acc = _attend(
                 q=q,
                 position=position,
@@ -266,6 +281,7 @@ def _attention_kernel(
                 CHUNK=CHUNK,
                 HAS_SOFT_CAP=HAS_SOFT_CAP,
                 CODES=CODES,
+                OWNERS=OWNERS,
                 UPCAST=UPCAST,
             )
             maximum, total, acc = _join(maximum, total, acc, part_maximum, part_total, part_acc)
@@ -295,10 +311,11 @@ def _attention_kernel(
             CHUNK=CHUNK,
             HAS_SOFT_CAP=HAS_SOFT_CAP,
             CODES=CODES,
+            OWNERS=OWNERS,
             UPCAST=UPCAST,
         )
 
-    if SEGMENTS > 1:
+    if SEGMENTS > 1 or OWNERS > 1:
         row = (token * tl.num_programs(1) * GROUP + head) * SEGMENTS + segment
         tl.store(max_ptr + row, maximum, mask=is_row)
         tl.store(sum_ptr + row, total, mask=is_row)
@@ -552,6 +569,57 @@ def paged_attention(
     Values in tables, lengths and sums are not checked, because the host would have to wait for the device.
     """
     T, H, E = q_THE.shape
+    G, P = cache.k_BGPE.shape[1:3]
+    S, group = seq_lens_S.shape[0], H // G
+    has_codes, is_float32 = cache.k_BGPE.dtype in codes.NAMES, q_THE.dtype == torch.float32
+    is_wgmma = has_wgmma(q_THE.device) and not is_float32
+    if shape is None and gpu.is_deterministic():
+        shape = choose_fixed_shape(T, S, group, G, E, block_tables_SM.shape[1] * P, is_wgmma, is_float32)
+    shape = shape or choose_shape(T, S, group, G, E, has_codes, is_wgmma, is_float32)
+    segments = Segments(out_THE, shape.segments)
+    outputs = {**segments.arguments, **strides("th", out=out_THE)}
+    outputs["sinks_ptr"] = sinks_H if shape.segments == 1 else None  # else the second kernel joins them
+    _launch(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, shape, outputs)
+    segments.join(sinks_H, in_order=shape.range_len > 0)
+
+
+def partial_attention(
+    q_THE: Tensor,
+    cache: LayerCache,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    cu_seqlens_q_S1: Tensor,
+    rule: AttentionRule,
+    out: Partials,
+    num_owners: int,
+    owner: int,
+) -> None:
+    """See kernels.partial_attention. A program joins the ranges of a row, as in the deterministic form."""
+    T, H, E = q_THE.shape
+    G, P = cache.k_BGPE.shape[1:3]
+    S, is_float32 = seq_lens_S.shape[0], q_THE.dtype == torch.float32
+    is_wgmma = has_wgmma(q_THE.device) and not is_float32
+    shape = choose_fixed_shape(T, S, H // G, G, E, block_tables_SM.shape[1] * P, is_wgmma, is_float32)
+    shape = replace(shape, segments=1, range_len=P)
+    outputs: dict[str, Any] = {"out_ptr": out.values_THV, "max_ptr": out.maxima_TH, "sum_ptr": out.sums_TH}
+    outputs |= {**strides("th", out=out.values_THV), "sinks_ptr": None}
+    _launch(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, shape, outputs, num_owners, owner)
+
+
+def _launch(
+    q_THE: Tensor,
+    cache: LayerCache,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    cu_seqlens_q_S1: Tensor,
+    rule: AttentionRule,
+    shape: AttentionShape,
+    outputs: dict[str, Any],
+    num_owners: int = 1,
+    owner: int = 0,
+) -> None:
+    """Launch the kernel. `outputs`: its arguments for the result and for sinks, by name."""
+    H, E = q_THE.shape[1:]
     k_cache_BGPE, v_cache_BGPE = cache.k_BGPE, cache.v_BGPE
     G, P = k_cache_BGPE.shape[1:3]
     S, group = seq_lens_S.shape[0], H // G
@@ -559,30 +627,23 @@ def paged_attention(
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
-    is_float32 = q_THE.dtype == torch.float32
-    is_wgmma = has_wgmma(q_THE.device) and not is_float32
-    if shape is None and gpu.is_deterministic():
-        shape = choose_fixed_shape(T, S, group, G, E, block_tables_SM.shape[1] * P, is_wgmma, is_float32)
-    shape = shape or choose_shape(T, S, group, G, E, name != "none", is_wgmma, is_float32)
     if group > shape.block_m:
         raise ValueError(f"a KV head has {group} query heads, expected at most {shape.block_m}, the rows of a tile")
     block_q = shape.block_m // group
-    segments = Segments(out_THE, shape.segments)
-    _attention_kernel[(T // block_q + S, G, shape.segments)](
+    _attention_kernel[(len(q_THE) // block_q + S, G, shape.segments)](
         q_ptr=q_THE,
         k_cache_ptr=k_cache_BGPE,
         v_cache_ptr=v_cache_BGPE,
         block_tables_ptr=block_tables_SM,
         seq_lens_ptr=seq_lens_S,
         cu_seqlens_ptr=cu_seqlens_q_S1,
-        **segments.arguments,
+        **outputs,
         k_scales_ptr=cache.k_scales_BGP,
         v_scales_ptr=cache.v_scales_BGP,
-        sinks_ptr=sinks_H if shape.segments == 1 else None,  # else the second kernel joins them
         num_seqs=S,
         scale=rule.scale,
         soft_cap=rule.soft_cap,
-        **strides("th", q=q_THE, out=out_THE),
+        **strides("th", q=q_THE),
         **strides("bg", cache=k_cache_BGPE),
         **strides("b", scales=cache.k_scales_BGP),
         **row_strides(table=block_tables_SM),
@@ -599,10 +660,11 @@ def paged_attention(
         SEGMENTS=shape.segments,
         RANGE=shape.range_len,
         CODES=name,
+        OWNERS=num_owners,
+        OWNER=owner,
         UPCAST=IS_INTERPRETED,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         maxnreg=shape.max_registers,
         enable_fp_fusion=shape.range_len == 0,
     )
-    segments.join(sinks_H, in_order=shape.range_len > 0)

@@ -30,8 +30,11 @@ def _route_kernel(
     bias_ptr,
     experts_ptr,
     weights_ptr,
+    copies_ptr,
+    places_ptr,
     logits_stride,
     E,
+    num_copies,
     scale,
     jitter,
     S: tl.constexpr,
@@ -43,7 +46,7 @@ def _route_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """A program takes one row."""
+    """A program takes one row. `copies_ptr`: the places of the copies of each expert, [E, num_copies]."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     is_e = e < E
@@ -100,37 +103,46 @@ def _route_kernel(
     weights = tl.where(is_finite, weights * scale, float("nan"))
     tl.store(experts_ptr + row * S + slot, experts, mask=slot < S)
     tl.store(weights_ptr + row * S + slot, weights, mask=slot < S)
+    if copies_ptr is not None:
+        places = tl.load(copies_ptr + experts * num_copies + row % num_copies, mask=slot < S, other=0)
+        tl.store(places_ptr + row * S + slot, places, mask=slot < S)
 
 
 @triton.jit(do_not_specialize=["P"])
-def _sort_kernel(experts_ptr, order_ptr, begins_ptr, P, BLOCK_P: tl.constexpr):
-    """Program e writes the pairs of expert e, in order, after the pairs of all experts with lower numbers."""
-    expert = tl.program_id(0)
+def _sort_kernel(places_ptr, order_ptr, begins_ptr, P, BLOCK_P: tl.constexpr):
+    """Program e writes the pairs of place e, in order, after the pairs of all places with lower numbers."""
+    place = tl.program_id(0)
     p = tl.arange(0, BLOCK_P)
     before = tl.zeros([BLOCK_P], tl.int32)
     for start in range(0, P, BLOCK_P):
-        experts = tl.load(experts_ptr + start + p, mask=start + p < P, other=1 << 30)
-        before += (experts < expert).to(tl.int32)
-    place = tl.sum(before, axis=0)
-    tl.store(begins_ptr + expert, place)
+        places = tl.load(places_ptr + start + p, mask=start + p < P, other=1 << 30)
+        before += (places < place).to(tl.int32)
+    at = tl.sum(before, axis=0)
+    tl.store(begins_ptr + place, at)
     for start in range(0, P, BLOCK_P):
-        is_own = tl.load(experts_ptr + start + p, mask=start + p < P, other=1 << 30) == expert
+        is_own = tl.load(places_ptr + start + p, mask=start + p < P, other=1 << 30) == place
         count = is_own.to(tl.int32)
-        tl.store(order_ptr + place + tl.cumsum(count, axis=0) - 1, start + p, mask=is_own)
-        place += tl.sum(count, axis=0)
+        tl.store(order_ptr + at + tl.cumsum(count, axis=0) - 1, start + p, mask=is_own)
+        at += tl.sum(count, axis=0)
 
 
-def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None, routing: Routing) -> None:
+def route(
+    logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None, routing: Routing, places_EC: Tensor | None = None
+) -> None:
     """See kernels.experts.route. Rows of the logits may be strided."""
     T, S = routing.experts_TS.shape
+    places_TS = routing.experts_TS if places_EC is None else torch.empty_like(routing.experts_TS)
     if T > 0:
         _route_kernel[(T,)](
             logits_ptr=logits_TE,
             bias_ptr=bias_E,
             experts_ptr=routing.experts_TS,
             weights_ptr=routing.weights_TS,
+            copies_ptr=places_EC,
+            places_ptr=None if places_EC is None else places_TS,
             **row_strides(logits=logits_TE),
             E=rule.num_experts,
+            num_copies=1 if places_EC is None else places_EC.shape[1],
             scale=rule.scale,
             jitter=rule.jitter,
             S=S,
@@ -143,8 +155,8 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None, routing: 
             BLOCK_S=next_power_of_2(S),
             num_warps=1,
         )
-    _sort_kernel[(rule.num_experts + 1,)](
-        experts_ptr=routing.experts_TS,
+    _sort_kernel[(len(routing.begins),)](
+        places_ptr=places_TS,
         order_ptr=routing.order_P,
         begins_ptr=routing.begins,
         P=T * S,

@@ -11,7 +11,7 @@ Dimensions: T tokens, H heads, L elements of a row, V latents, R rotary dims, P 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -24,6 +24,9 @@ from quire.kernels.triton import attention, codes
 from quire.kernels.triton.attention import _join, _sequence_of
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, next_power_of_2, row_strides, strides
 from quire.kernels.triton.rope_cache import _store
+
+if TYPE_CHECKING:
+    from quire.kernels.partial_attention import Partials
 
 _BLOCK_M = 16  # rows of a program; with more rows, two outputs of 512 elements would not fit into registers
 
@@ -49,9 +52,10 @@ def _attend(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     CODES: tl.constexpr,
+    OWNERS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Attend to the latent rows begin to end - 1.
+    """Attend to the latent rows begin to end - 1. Their pages have one owner, as in attention.
 
     Returns maxima (of log2) and sums [BLOCK_M], and the unnormalised output [BLOCK_M, BLOCK_V].
     """
@@ -62,7 +66,7 @@ def _attend(
     for start in range(begin, end, TILE):
         key = start + tl.arange(0, TILE)
         is_key = key < end
-        page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64)
+        page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64) // OWNERS
         at = page * cache_stride_b + (key % P) * (V + R)
         latents = tl.load(cache_ptr + at[:, None] + e[None, :], mask=is_key[:, None] & (e < V)[None, :], other=0)
         k_rope = tl.load(cache_ptr + at[None, :] + V + r[:, None], mask=is_key[None, :] & (r < R)[:, None], other=0)
@@ -129,10 +133,14 @@ def _latent_attention_kernel(
     SEGMENTS: tl.constexpr,
     RANGE: tl.constexpr,
     CODES: tl.constexpr,
+    OWNERS: tl.constexpr,
+    OWNER: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Without segments, it writes out [T, H, V]. With segments, it writes float32 out [T, H, SEGMENTS, V], maxima and
     sums [T, H, SEGMENTS].
+
+    With several owners, it takes the pages of OWNER only, and writes one segment. A page is a range then.
     """
     block = tl.program_id(0)
     s = _sequence_of(cu_seqlens_ptr, block, num_seqs, BLOCK_Q)
@@ -157,20 +165,26 @@ def _latent_attention_kernel(
     end = seq_len - query_len + tl.minimum(first_query + BLOCK_Q, query_len)  # the last row sees the keys before it
     table_ptr = block_tables_ptr + s.to(tl.int64) * table_stride
     first_range = 0
+    segment = 0
     end_range = tl.cdiv(end, RANGE)
     if SEGMENTS > 1:
-        first_range = tl.program_id(2)
+        segment = tl.program_id(2)
+        first_range = segment
         end_range = first_range + 1
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for part in range(first_range, end_range):
+        part_end = tl.minimum(end, (part + 1) * RANGE)
+        if OWNERS > 1:
+            is_own = tl.load(table_ptr + part) % OWNERS == OWNER
+            part_end = tl.where(is_own, part_end, part * RANGE)
         part_maximum, part_total, part_acc = _attend(
             q=q,
             q_rope=q_rope,
             position=position,
             begin=part * RANGE,
-            end=tl.minimum(end, (part + 1) * RANGE),
+            end=part_end,
             table_ptr=table_ptr,
             cache_ptr=cache_ptr,
             scales_ptr=scales_ptr,
@@ -185,6 +199,7 @@ def _latent_attention_kernel(
             BLOCK_M=BLOCK_M,
             TILE=TILE,
             CODES=CODES,
+            OWNERS=OWNERS,
             UPCAST=UPCAST,
         )
         if SEGMENTS > 1:
@@ -193,8 +208,8 @@ def _latent_attention_kernel(
             maximum, total, acc = _join(maximum, total, acc, part_maximum, part_total, part_acc)
 
     is_out = is_row[:, None] & (e < V)[None, :]
-    if SEGMENTS > 1:
-        row = (token * H + head) * SEGMENTS + first_range
+    if SEGMENTS > 1 or OWNERS > 1:
+        row = (token * H + head) * SEGMENTS + segment
         tl.store(max_ptr + row, maximum, mask=is_row)
         tl.store(sum_ptr + row, total, mask=is_row)
         tl.store(out_ptr + row[:, None] * V + e[None, :], acc, mask=is_out)
@@ -243,43 +258,78 @@ def latent_attention(
     """
     T, H, L = q_THL.shape
     V, S, P = out_THV.shape[2], seq_lens_S.shape[0], cache.k_BGPE.shape[2]
+    max_keys = block_tables_SM.shape[1] * P
+    range_len = range_len or attention.range_of(max_keys)
+    head_blocks = ceil_div(H, blocks(H, V, L - V, q_THL.dtype)["HEADS"])
+    is_split = T <= S and S * head_blocks < attention.PROGRAMS_WANTED
+    num_segments = ceil_div(max_keys, range_len) if is_split else 1
+    segments = attention.Segments(out_THV, num_segments)
+    outputs = {**segments.arguments, **strides("th", out=out_THV)}
+    sizes = {"RANGE": range_len, "SEGMENTS": num_segments, "OWNERS": 1, "OWNER": 0}
+    _launch(q_THL, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, outputs, sizes)
+    segments.join(None, in_order=True)
+
+
+def partial_latent_attention(
+    q_THL: Tensor,
+    cache: LayerCache,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    cu_seqlens_q_S1: Tensor,
+    rule: AttentionRule,
+    out: Partials,
+    num_owners: int,
+    owner: int,
+) -> None:
+    """See kernels.partial_attention. Raises ValueError like `latent_attention`."""
+    outputs: dict[str, Any] = {"out_ptr": out.values_THV, "max_ptr": out.maxima_TH, "sum_ptr": out.sums_TH}
+    outputs |= strides("th", out=out.values_THV)
+    sizes = {"RANGE": cache.k_BGPE.shape[2], "SEGMENTS": 1, "OWNERS": num_owners, "OWNER": owner}
+    _launch(q_THL, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, outputs, sizes)
+
+
+def _launch(
+    q_THL: Tensor,
+    cache: LayerCache,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    cu_seqlens_q_S1: Tensor,
+    rule: AttentionRule,
+    outputs: dict[str, Any],
+    sizes: dict[str, int],
+) -> None:
+    """Launch the kernel. `outputs`, `sizes`: its arguments for the result, and its ranges and owners, by name."""
+    T, H, L = q_THL.shape
+    V, S, P = cache.v_BGPE.shape[3], seq_lens_S.shape[0], cache.k_BGPE.shape[2]
     if rule.sliding_window or rule.soft_cap or rule.chunk:
         raise ValueError(f"the rule is {rule}, expected no window, chunk or cap for latent rows")
     rows, name = cache.k_BGPE, codes.NAMES.get(cache.k_BGPE.dtype, "none")
     if name != "none":
         rows = rows.view(torch.int8)
-    max_keys = block_tables_SM.shape[1] * P
-    range_len = range_len or attention.range_of(max_keys)
     tiles = blocks(H, V, L - V, q_THL.dtype)
-    head_blocks = ceil_div(H, tiles["HEADS"])
-    is_split = T <= S and S * head_blocks < attention.PROGRAMS_WANTED
-    num_segments = ceil_div(max_keys, range_len) if is_split else 1
-    segments = attention.Segments(out_THV, num_segments)
-    _latent_attention_kernel[(T // tiles["BLOCK_Q"] + S, head_blocks, num_segments)](
+    _latent_attention_kernel[(T // tiles["BLOCK_Q"] + S, ceil_div(H, tiles["HEADS"]), sizes["SEGMENTS"])](
         q_ptr=q_THL,
         cache_ptr=rows,
         scales_ptr=cache.k_scales_BGP,
         block_tables_ptr=block_tables_SM,
         seq_lens_ptr=seq_lens_S,
         cu_seqlens_ptr=cu_seqlens_q_S1,
-        **segments.arguments,
+        **outputs,
         num_seqs=S,
         scale=rule.scale,
-        **strides("th", q=q_THL, out=out_THV),
+        **strides("th", q=q_THL),
         **strides("b", cache=rows, scales=cache.k_scales_BGP),
         **row_strides(table=block_tables_SM),
         H=H,
         V=V,
         R=L - V,
         P=P,
-        SEGMENTS=num_segments,
-        RANGE=range_len,
+        **sizes,
         CODES=name,
         UPCAST=IS_INTERPRETED,
         **tiles,
         **options(q_THL.dtype),
     )
-    segments.join(None, in_order=True)
 
 
 @triton.jit
