@@ -302,9 +302,8 @@ def test_a_step_with_the_whole_budget(full_step: int, model: Decoder, num_record
     prompt = [{0: token_ids[:full_step]}, {0: token_ids[full_step:-9], 1: token_ids[:9]}]
     mixed: list[dict[int, list[int]]] = [{0: [5], 1: [6], 2: token_ids[: full_step - 2]}]
     shorter = [{2: token_ids[: full_step - 1]}]
-    found = []
-    for run in (RecordedRun(model, 512, full_step), PagedRun(model, torch.bfloat16, num_blocks=512)):
-        found.append([logits for step in prompt + mixed + shorter for logits in run.step(step).values()])
+    runs = RecordedRun(model, 512, full_step), PagedRun(model, torch.bfloat16, num_blocks=512)
+    found = [[logits for step in prompt + mixed + shorter for logits in run.step(step).values()] for run in runs]
     assert len(num_recorded) == (full_step <= MAX_RECORDED_BUDGET)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

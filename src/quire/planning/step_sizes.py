@@ -28,7 +28,7 @@ LONGEST_CPU_STEP = 2048
 KNEE_SHARE = 0.99
 # Nobody waits for the end of a step of an offline batch, so its steps are longer. A prompt of 512 tokens in int4 takes
 # 1.07 times as long in steps of 128 tokens (benchmarks/NOTES.md, 2026-11-29).
-OFFLINE_KNEE_SHARE = 0.999
+OFFLINE_KNEE_SHARE = 0.997
 # While several requests are there, a step with prompts takes about this many times as long as a step of these answers
 # alone. Fewer tokens would delay prompts, more would delay answers. benchmarks/defaults.py has the goodput of other
 # settings.
