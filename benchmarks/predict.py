@@ -12,8 +12,10 @@ of --loads: single steps, and short runs of real requests. The rounds take turns
 noise of the machine shows: `noise` compares the same step in one round and the next. Predictions of steps use only the
 calibration. Predictions of requests come from the engine after it has answered the same load once, so running steps
 have corrected the model. Then each load is run once, and loads with few prompt tokens several times; each comes after a
-pause of the engine. A cell is a load of one model in one format. Nine of ten times should lie in their intervals: those
-of single steps in intervals of the calibration, and those of running steps in intervals that the engine had for them.
+pause of the engine. A cell is a load of one model in one format. Nine of ten values should lie in their intervals:
+those of single steps in intervals of the calibration, and those of running steps in intervals that the engine had for
+them. The ends of the interval of a time to first token, of a time between tokens and of a throughput are those with all
+of its steps at the same end of theirs.
 
 --save writes benchmarks/results/HARDWARE/predict_DATE.md and .json; the name has the model if there is one, and the
 formats and the loads if there are some. --record writes the steps into FOLDER/MODEL.json, for
@@ -33,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +135,29 @@ QUANTITIES = ("step", "ttft", "itl", "throughput")
 RUNNING = "running"  # running steps: whether each one's time lies in its interval
 
 
+class Passed(NamedTuple):
+    """Seconds since a moment: measured, and as predicted by the steps meanwhile, with both ends of their intervals."""
+
+    predicted: float = 0.0
+    measured: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+    def since(self, earlier: Passed) -> Passed:
+        """The seconds since an earlier moment."""
+        return Passed(*(now - before for now, before in zip(self, earlier, strict=True)))
+
+    def rate(self, count: int) -> Passed:
+        """The things per second, if `count` come in this time."""
+        return Passed(count / self.predicted, count / self.measured, count / self.high, count / self.low)
+
+
+def is_inside(value: Sequence[float]) -> bool:
+    """Whether a measured value, from `Passed`, lies in the interval of its prediction."""
+    _, measured, low, high = value
+    return low <= measured <= high
+
+
 def measure(model: Path, quantization: str | None, names: Sequence[str]) -> dict[str, Any]:
     """One round of a model in one format, in this process: the calibration, steps, requests and memory.
 
@@ -218,48 +243,55 @@ def measure(model: Path, quantization: str | None, names: Sequence[str]) -> dict
     }
 
 
-def run(core: Any, work: Work, draw: random.Random, vocab_size: int) -> dict[str, Any]:
-    """Run the requests of a load. Returns pairs of predicted and measured seconds, from arrival to the last token; and
-    for each step whether its time lies in its interval.
+def run(
+    core: Any, work: Work, draw: random.Random, vocab_size: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Any]:
+    """Run the requests of a load. Returns values of each quantity, and for each step whether its time lies in its
+    interval.
     """
     from quire.messages import AddRequest
     from quire.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)
-    arrivals: dict[str, tuple[float, float]] = {}  # predicted, measured
+    arrivals: dict[str, Passed] = {}
 
     def add(length: int) -> None:
         name = f"r{len(arrivals)}"
         core.add(AddRequest(name, draw.choices(range(10, vocab_size), k=length), params, max_tokens=OUTPUT_TOKENS))
-        arrivals[name] = predicted, time.perf_counter()
+        arrivals[name] = now._replace(measured=clock() - start)
 
-    predicted, start = 0.0, time.perf_counter()
-    firsts: dict[str, tuple[float, float]] = {}
-    moments: list[tuple[float, float]] = []  # of the first request's tokens
+    now, start = Passed(), clock()
+    firsts: dict[str, Passed] = {}
+    moments: list[Passed] = []  # of the first request's tokens
     inside: list[bool] = []
     num_tokens, late = 0, work.late_prompt
     for length in work.prompts:
         add(length)
     while core.has_work():
-        deltas, now = core.step(), time.perf_counter()
+        deltas = core.step()
+        now = now._replace(measured=clock() - start)
         if (record := core.last_record) is not None:
-            predicted += record.predicted_seconds
+            now = Passed(
+                now.predicted + record.predicted_seconds,
+                now.measured,
+                now.low + record.predicted_low_seconds,
+                now.high + record.predicted_high_seconds,
+            )
             if not record.has_captured:
                 seconds = record.step_seconds - record.draft_seconds
                 inside.append(record.predicted_low_seconds <= seconds <= record.predicted_high_seconds)
         for delta in (delta for delta in deltas if delta.token_ids):
             num_tokens += len(delta.token_ids)
-            since = arrivals[delta.request_id]
-            firsts.setdefault(delta.request_id, (predicted - since[0], now - since[1]))
+            firsts.setdefault(delta.request_id, now.since(arrivals[delta.request_id]))
             if delta.request_id == "r0":
-                moments.append((predicted, now))
+                moments.append(now)
         if late and len(moments) >= LATE_AFTER:
             add(late)
             late = 0
     return {
         "ttft": list(firsts.values()),
-        "itl": [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(moments)],
-        "throughput": [(num_tokens / predicted, num_tokens / (time.perf_counter() - start))],
+        "itl": [after.since(before) for before, after in pairwise(moments)],
+        "throughput": [now.rate(num_tokens)],
         RUNNING: inside,
     }
 
@@ -369,8 +401,9 @@ def record(folder: Path, config: dict[str, Any], name: str, rounds: dict[str, li
     print(f"recorded in {file}")
 
 
-def errors_of(pairs: Iterable[Sequence[float]]) -> list[float]:
-    return [abs(predicted / measured - 1) for predicted, measured in pairs]
+def errors_of(values: Iterable[Sequence[float]]) -> list[float]:
+    """The relative errors of values that begin with the predicted and the measured one."""
+    return [abs(predicted / measured - 1) for predicted, measured, *_ in values]
 
 
 def summary(errors: Sequence[float]) -> dict[str, float]:
@@ -393,10 +426,12 @@ def cells(folder: Path, rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str,
         if not pairs:
             continue  # its rows do not fit into the KV cache
         cell: dict[str, Any] = {"step": summary(errors_of(pairs))}
-        cell["inside"] = sum(replay.is_inside(rows, each) for replay, rows, measured in steps for each in measured)
+        inside = {"step": [replay.is_inside(rows, each) for replay, rows, measured in steps for each in measured]}
         for quantity in QUANTITIES[1:]:
-            cell[quantity] = summary([e for found in rounds for e in errors_of(found["requests"][name][quantity])])
-        cell[RUNNING] = [is_inside for found in rounds for is_inside in found["requests"][name][RUNNING]]
+            values = [value for found in rounds for value in found["requests"][name][quantity]]
+            cell[quantity], inside[quantity] = summary(errors_of(values)), [is_inside(value) for value in values]
+        inside[RUNNING] = [each for found in rounds for each in found["requests"][name][RUNNING]]
+        cell["inside"] = {quantity: [sum(each), len(each)] for quantity, each in inside.items()}
         medians = [statistics.median(measured) for *_, measured in steps]
         cell["noise"] = statistics.median(errors_of(pairwise(medians))) if len(medians) > 1 else None
         cell["measured_ms"] = 1e3 * statistics.median(medians)
@@ -469,8 +504,9 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"{good} of {total} cells are within both limits in every quantity; by quantity: {shares}.",
-        f"{result['steps_inside']} of {result['steps']} steps lie in the interval of their prediction, and "
-        f"{result['running_inside']} of {result['running_steps']} running steps in that of the engine (wanted: 90%).",
+        "Inside the interval of their prediction (wanted: 90%): "
+        + "; ".join(f"{what} {count} of {of}" for what, (count, of) in result["inside"].items())
+        + ". The intervals of running steps, times and throughput are the engine's.",
         f"Other programs had {min(others):.2f} to {max(others):.2f} of a core meanwhile.",
         "",
         f"The cost model's part of a step of {MOST_ROWS} rows takes {result['microseconds']:.1f} microseconds (at most "
@@ -555,10 +591,10 @@ def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
             quantity: sum(not any(each.startswith(quantity) for each in cell["exceeds"]) for cell in every)
             for quantity in QUANTITIES
         },
-        "steps_inside": sum(cell["inside"] for cell in every),
-        "steps": sum(cell["step"]["count"] for cell in every),
-        "running_inside": sum(sum(cell[RUNNING]) for cell in every),
-        "running_steps": sum(len(cell[RUNNING]) for cell in every),
+        "inside": {
+            quantity: [sum(cell["inside"][quantity][at] for cell in every) for at in (0, 1)]
+            for quantity in (*QUANTITIES, RUNNING)
+        },
         "microseconds": statistics.median(costs),
         "models": models,
     }

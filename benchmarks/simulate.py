@@ -75,12 +75,22 @@ class NoBar:
 
 @dataclass(frozen=True)
 class Cell:
-    """The metrics, by name, of a workload at a rate that is served and simulated."""
+    """The metrics, by name, of a workload at a rate that is served and simulated, and the simulated intervals."""
 
     workload: str
     factor: float
     served: dict[str, float]
     simulated: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+
+    def inside(self) -> list[bool]:
+        """For each metric with a simulated interval, whether the served value lies in it."""
+        found = []
+        for name, value in self.served.items():
+            key = name.replace(" ", "_")
+            if (interval := self.intervals.get(key) or self.intervals.get(f"{key}_ms")) is not None:
+                found.append(interval[0] <= value <= interval[1])
+        return found
 
     def errors(self) -> dict[str, float]:
         """The relative errors of the simulation. The error of a count below 1 is divided by 1."""
@@ -143,11 +153,12 @@ class Bench:
         run: Run = self._runner.run(one_round(self._server, load, load.requests(seed), seed, lambda: None))
         return run, {name: count - before[name] for name, count in self._counts().items()}
 
-    def simulate(self, load: PreparedLoad) -> tuple[Run, dict[str, float]]:
-        """Simulate the same round."""
+    def simulate(self, load: PreparedLoad) -> tuple[Run, dict[str, float], dict[str, tuple[float, float]]]:
+        """Simulate the same round. Returns it with the counters and the intervals."""
         (run,), facts = simulate(self._name, self._config, self._model, self._device, load, lambda total: NoBar())
         own = facts["simulated"]
-        return run, {"preemptions": own["num_preemptions"], "cached tokens": own["prefix_cache_hits"]}
+        counts = {"preemptions": own["num_preemptions"], "cached tokens": own["prefix_cache_hits"]}
+        return run, counts, own["intervals"]
 
     def teach(self) -> None:
         """Serve requests that are not measured, and wait until the server keeps what they correct."""
@@ -157,7 +168,7 @@ class Bench:
     def cells(self, name: str, rates: list[float], seconds: float) -> list[Cell]:
         """Serve and simulate a workload at each rate."""
         closed = Traffic(max_concurrency=MAX_NUM_SEQS, num_warmups=4)
-        run, _ = self.simulate(self.prepare(name, 3 * MAX_NUM_SEQS, closed))
+        run, *_ = self.simulate(self.prepare(name, 3 * MAX_NUM_SEQS, closed))
         saturation = sum(outcome.success for outcome in run.outcomes) / run.duration
         print(f"{name}: saturation {saturation:.2f} requests/s", flush=True)
         found, limits = [], dict[str, float]()
@@ -165,12 +176,13 @@ class Bench:
             rate = factor * saturation
             load = self.prepare(name, max(int(rate * seconds), FEWEST_REQUESTS), Traffic(request_rate=rate))
             time.sleep(PAUSE_SECONDS)
-            simulated, served = self.simulate(load), self.serve(load)
+            run, counts, intervals = self.simulate(load)
+            served = self.serve(load)
             if not limits:
                 times = measure([served[0]], [], {}).times
                 limits = {"ttft": 3000 * times["ttft"].median, "tpot": 2000 * times["tpot"].median}
-            sides = [numbers(measure([run], [99], limits), counts) for run, counts in (served, simulated)]
-            cell = Cell(name, factor, *sides)
+            real, simulated = (numbers(measure([each], [99], limits), c) for each, c in (served, (run, counts)))
+            cell = Cell(name, factor, real, simulated, intervals)
             far = [f"{each} {error:+.0%}" for each, error in cell.errors().items() if not is_within(each, error)]
             print(f"  {factor:g}x: {', '.join(far) or 'all within'}", flush=True)
             found.append(cell)
@@ -196,11 +208,14 @@ def markdown(result: dict[str, Any], cells: list[Cell]) -> str:
     """The text of the result file."""
     errors = [(name, error) for cell in cells for name, error in cell.errors().items()]
     num_within = sum(is_within(*each) for each in errors)
+    inside = [is_inside for cell in cells for is_inside in cell.inside()]
     lines = [
         *report.heading("What `quire simulate` predicts, and what `quire bench serve` measured", result),
         f"- {result['model']}; {' '.join(result['flags'])}.",
         f"- Rates are shares of saturation, for {result['seconds']:g} s each. Times in ms, rates per second.",
         f"- **{num_within} of {len(errors)} numbers are within 10 %, P99 within 20 %.**",
+        f"- {sum(inside)} of {len(inside)} rates and medians lie in the interval of the simulation, whose ends are "
+        "those with all steps at the same end of theirs.",
         "- A cell has the measured value, and then the error of the simulation.",
         "",
         *report.table_head("workload | rate | " + " | ".join(cells[0].served)),
@@ -256,7 +271,13 @@ def main() -> None:
         "flags": flags,
         "seconds": arguments.seconds,
         "cells": [
-            {"workload": cell.workload, "rate": cell.factor, "served": cell.served, "simulated": cell.simulated}
+            {
+                "workload": cell.workload,
+                "rate": cell.factor,
+                "served": cell.served,
+                "simulated": cell.simulated,
+                "intervals": cell.intervals,
+            }
             for cell in cells
         ],
     }

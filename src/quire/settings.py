@@ -44,9 +44,10 @@ _FURTHER_LIMITS = {
     "kv_cache_chats": "chats that need not wait for each other",
     "expected_tokens_per_second": "what one request can get",
     "expected_total_tokens_per_second": "what max_num_seqs requests can get together",
+    "expected_ttft": "how soon an answer can begin",
     "peak_flops": "arithmetic per second; the model's share of it is in /metrics",
     "peak_read_bandwidth": "bytes read per second; the model's share of it is in /metrics",
-    "expectation_waited_share": "how much the two expectations are worth",
+    "expectation_waited_share": "how much the expectations are worth",
 }
 _FIELDS = {f.name: f for config in (EngineConfig, ServerConfig) for f in options(config)}
 # Memory is planned for their first values, so they may only be moved below these.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,11 @@ def test_this_machine_with_its_calibration(
     assert itl["high"] == pytest.approx(1.1 * itl["value"], rel=0.01)
     plain = text_of(capsys, "--device", "cpu")
     assert "an earlier start measured steps" in plain
-    assert "tokens/s of one request" in plain
+    assert "tokens/s of one request  bound by\n" in plain
+    (shown_row, *_) = shown(capsys, "--device", "cpu")["weights"]
+    low, high = (f"{shown_row['tokens_per_second'][end]:,.0f}" for end in ("low", "high"))
+    assert re.search(rf"\({low}-{high}\) +host\n", plain)
+    assert shown_row["bound"] == "host"
 
 
 def test_hardware_that_numbers_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

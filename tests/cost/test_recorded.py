@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -10,10 +11,12 @@ import pytest
 
 from benchmarks import predict
 from quire.cost.arithmetic import StepArithmetic
+from quire.cost.model import CostModel
 from quire.model_config import load_model_config
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
-WORSE = 0.02  # that a median error may grow by
+RESULTS = Path(predict.__file__).parent / "results"
+WORSE = 0.02  # that an error may grow by
 
 
 def worse(file: Path, scratch: Path) -> list[str]:
@@ -90,6 +93,50 @@ def _inside(file: Path, scratch: Path) -> list[bool]:
             replay = predict.Replay(StepArithmetic(model, *found["form"]), found)
             inside += [replay.is_inside(rows, seconds) for rows, measured in found["held_out"] for seconds in measured]
     return inside
+
+
+# Rounds in which memory changed its speed, some of them within seconds, and the mean error of their running decodes.
+MOVED = {
+    "predict_qwen3-0.6b_int4_again_2026-11-29": 0.136,
+    "predict_qwen3-0.6b_none_2026-11-29": 0.112,
+    "predict_qwen3-0.6b_int8_tiles_2026-11-29": 0.085,
+    "predict_llama-wide-6_none_int4_2026-11-29": 0.086,
+}
+# Loads whose steps are known: rows of decodes, their context, and the steps that still have prompts of others.
+DECODES = {"decode 1": (1, 64, 0), "decode 8": (8, 64, 10), "prompt of 100": (1, 100, 0), "prompt of 700": (1, 700, 0)}
+
+
+def _corrected_error(name: str, scratch: Path) -> float:
+    """The mean error of a result's running decodes, in the order in which they ran, if each corrects the next."""
+    (file,) = RESULTS.rglob(f"{name}.json")
+    errors = []
+    for shape, formats in json.loads(file.read_text())["models"].items():
+        model = load_model_config(predict.config_folder(predict.SHAPES[shape], str(scratch)))
+        for (found,) in (form["measured"] for form in formats.values()):
+            arithmetic = StepArithmetic(model, *found["form"])
+            cost = CostModel(arithmetic, predict.Replay(arithmetic, found).fit)
+            for run, load in product(range(predict.RUNS), DECODES):
+                num_rows, context, first = DECODES[load]
+                gaps = predict.OUTPUT_TOKENS - 1
+                for at, (_, seconds, *_) in enumerate(found["requests"][load]["itl"][run * gaps : (run + 1) * gaps]):
+                    if at >= first:
+                        step = arithmetic.load([context + at + 1] * num_rows, [1] * num_rows, num_rows)
+                        predicted = cost.predict(step).seconds
+                        errors.append(abs(predicted / seconds - 1))
+                        cost.observe(step, predicted, seconds)
+    assert len(errors) >= 100
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_corrections_follow_a_machine_that_changes_as_well_as_before(name: str, tmp_path: Path) -> None:
+    assert _corrected_error(name, tmp_path) <= MOVED[name] + WORSE
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_corrections_that_do_not_hurry_are_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cost.correct.SIGNAL_WEIGHT", 0.0)
+    assert _corrected_error(name, tmp_path) > MOVED[name] + WORSE
 
 
 def test_every_format_of_several_models_is_recorded() -> None:

@@ -292,12 +292,61 @@ def test_a_second_round_that_is_held_up_changes_the_interval_alone() -> None:
     assert corrected.factors
 
 
+MANY_POINTS: list[Rows] = [[(4, 1)] * rows for rows in range(1, 9)] + [[(0, rows)] for rows in (8, 20, 40)]
+SECOND_ROUND = len(MANY_POINTS) * (1 + MOST_REPEATS)  # the number of its first step
+
+
+@pytest.mark.parametrize(("slowness", "is_wider"), [(1.0, False), (2.0, True)])
+def test_running_steps_of_the_first_round_count_for_both_intervals(slowness: float, is_wider: bool) -> None:
+    """They scatter. A second round that is as quiet as the first one makes the interval no wider, a slower one does."""
+    driver, rng = CalibratedDriver(), random.Random(0)
+    calibration, done = driver.calibration(MANY_POINTS)
+    driver.delay([1.0] * SECOND_ROUND + [slowness] * SECOND_ROUND)
+    for rows in (2, 3, 4, 6, 10, 14) * 3:
+        load = driver.cost.arithmetic.load([4] * rows, [1] * rows, rows)
+        assert driver.cost.learn is not None
+        driver.cost.learn(load, rng.choice([0.6, 1.6]) * step_seconds(driver.cost.arithmetic.demand(load), CONSTANTS))
+    while calibration.step():
+        pass
+    assert len(done) == 1 + is_wider
+    assert done[-1] == driver.cost.corrected_fit()
+    running = [*calibration._running, *calibration._first.values()]
+    both = fit([*calibration.steps, *running], GUESS).spread
+    assert both != fit(calibration.steps, GUESS).spread
+    # The first round knew fewer times of its steps.
+    assert done[-1].spread == (both if is_wider else pytest.approx(both, rel=0.02))
+
+
+@pytest.mark.parametrize(("noise", "is_wider"), [(0.02, False), (0.8, True)])
+def test_a_second_round_makes_no_interval_of_running_steps_narrower(noise: float, is_wider: bool) -> None:
+    """It is 1.3 times as slow. Running steps between the rounds were quiet, or scattered far more than that."""
+    driver, rng = CalibratedDriver(), random.Random(0)
+    calibration, done = driver.calibration(MANY_POINTS)
+    driver.delay([1.0] * SECOND_ROUND + [1.3] * SECOND_ROUND)
+    while not calibration.is_done:
+        assert calibration.step()
+    load = driver.cost.arithmetic.load([4] * 4, [1] * 4, 4)
+    for _ in range(200):
+        predicted = driver.cost.predict(load).seconds
+        driver.cost.observe(load, predicted, predicted * rng.lognormvariate(0, noise))
+    before = driver.cost.spread
+    while calibration.step():
+        pass
+    assert (before > 1) == is_wider
+    assert driver.cost.spread == (before if is_wider else pytest.approx(0.3, abs=0.1))
+    assert len(done) == 2
+    assert done[1] == driver.cost.corrected_fit()
+    for _ in range(200):
+        predicted = driver.cost.predict(load).seconds
+        driver.cost.observe(load, predicted, predicted * rng.lognormvariate(0, 0.02))
+    assert driver.cost.spread < 0.1, "running steps say more of the present than both rounds"
+
+
 @pytest.mark.parametrize("slowness", [1.7, 0.6])
 def test_times_of_two_machines_are_not_mixed(slowness: float) -> None:
     """The machine changes within the first round, and stays as it is then. Before, it runs steps of requests."""
-    points: list[Rows] = [[(4, 1)] * rows for rows in range(1, 9)] + [[(0, rows)] for rows in (8, 20, 40)]
     driver = CalibratedDriver()
-    calibration, done = driver.calibration(points)
+    calibration, done = driver.calibration(MANY_POINTS)
     for rows in (2, 3, 4, 6, 10, 14) * 3:
         load = driver.cost.arithmetic.load([4] * rows, [1] * rows, rows)
         assert driver.cost.learn is not None
@@ -316,9 +365,7 @@ def test_times_of_two_machines_are_not_mixed(slowness: float) -> None:
 def test_the_interval_holds_moments_in_which_the_machine_was_slower(seed: int) -> None:
     """Constants are those of its fast moments. Every fourth step takes 1.6 times as long, in both rounds and later."""
     driver, rng = CalibratedDriver(), random.Random(seed)
-    calibration, _ = driver.calibration(
-        [[(4, 1)] * rows for rows in range(1, 9)] + [[(0, rows)] for rows in (8, 20, 40)]
-    )
+    calibration, _ = driver.calibration(MANY_POINTS)
     driver.delay([rng.choice([1.0, 1.0, 1.0, 1.6]) for _ in range(200)])
     while calibration.step():
         pass

@@ -6,14 +6,25 @@ from dataclasses import replace
 
 import pytest
 
+import quire.demo
+from quire.config import EngineConfig
 from quire.engine import warm_up
 from quire.engine.deterministic import DeterministicExecutor
 from quire.engine.warm_up import MOST_DISTURBED_SECONDS, MOST_SECONDS, MOST_TOKENS, produce_tokens
 from quire.metrics.stopwatch import BUSY_SHARE, Lap, Stopwatch, busy_machine
-from quire.planning.step_costs import expectation
+from quire.model_config import load_model_config
+from quire.planning.expectation import expectation
+from quire.resolve import DeviceFacts, resolve
 from quire.screen.first_screen import _expectation
 from tests.cost.models import cost_model
 from tests.scheduler.driver import Driver
+
+RESOLVED = resolve(
+    EngineConfig(max_num_seqs=5, max_num_batched_tokens=2048),
+    load_model_config(quire.demo.path()),
+    DeviceFacts("cpu", "test", "avx2", 1, 1 << 36, 1 << 36),
+    is_server=True,
+)
 
 
 class FakeWatch(Stopwatch):
@@ -27,15 +38,22 @@ class FakeWatch(Stopwatch):
 
 
 def test_rates_from_predicted_steps() -> None:
-    """Of one request, and of all together: a step gives each of them a token."""
+    """Of one request, and of all together: a step gives each of them a token. A prompt alone has a whole step."""
     cost = cost_model()
-    settings = expectation(5, cost, "steps were measured", 0.0)
+    settings = expectation(RESOLVED, cost, "steps were measured", 0.0)
     for name, count in (("expected_tokens_per_second", 1), ("expected_total_tokens_per_second", 5)):
         step = cost.predict(cost.arithmetic.load([16] * count, [1] * count, count))
         assert settings[name].value == pytest.approx(count / step.seconds, rel=0.005)
         assert f"bound by {step.bound}; steps were measured" in settings[name].detail
         assert f"between {count / step.high:.3g} and {count / step.low:.3g}" in settings[name].detail
     assert settings["expectation_waited_share"].value == 0.0
+    prompt = cost.predict(cost.arithmetic.load([0], [1000], 1))
+    assert settings["expected_ttft"].value == pytest.approx(prompt.seconds, rel=0.005)
+    assert settings["expected_ttft"].detail == (
+        "seconds, for a prompt of 1,000 tokens alone, in steps of at most 2,048; "
+        f"between {prompt.low:.3g} and {prompt.high:.3g}, bound by {prompt.bound}; steps were measured"
+    )
+    assert prompt.bound != cost.predict(cost.arithmetic.load([16], [1], 1)).bound
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -95,7 +113,7 @@ def test_a_watch_tells_time_without_a_core() -> None:
 
 
 def test_a_busy_machine_is_named_on_the_screen() -> None:
-    setting = expectation(5, cost_model(), "", 0.64)["expectation_waited_share"]
+    setting = expectation(RESOLVED, cost_model(), "", 0.64)["expectation_waited_share"]
     assert setting.value == 0.64
     assert "the machine is busy" in setting.detail
     screen = list(_expectation(50.0, 80.0, setting.value, 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,12 @@ def test_a_small_model_has_replicas_and_a_large_one_is_shared(tmp_path: Path) ->
     (alone, *_), (faster, *_) = (points(row) for row in (replicas, shared))
     assert faster[1].itl.value < alone[1].itl.value
     text = _plan(found).text()
-    assert "copies    2 replicas on 1 device each: " in text
+    interval = r"[\d.,]+ \([\d.,]+-[\d.,]+\)"
+    assert re.search(r"\ncopies +requests/s +one alone: TTFT ms +ITL ms\n", text)
+    assert re.search(rf"\n +2 replicas on 1 device each +{interval} +{interval} +{interval}\n", text)
+    assert re.search(rf"\n +one copy on 2 devices +{interval} +{interval} +{interval}\n", text)
+    assert re.search(rf"\n1 +{interval} +{interval} +{interval} +{interval} +memory\n", text)
+    assert "\nFirst tokens are bound by arithmetic. Nine of ten measurements should lie in intervals.\n" in text
     assert "x the requests/s of one copy, which answers one request" in text
     large = candidates_of(write_config(tmp_path, "Llama-3-70B"), "h100x2")
     (row,) = rows_of(large, weights="bfloat16", kv="auto", degree=2)

@@ -6,18 +6,20 @@ from itertools import pairwise
 
 import pytest
 
-from quire.cost.collectives import LATENCY_SECONDS, Gathers
-from quire.cost.step_time import Constants
+from quire.cost.arithmetic import Load
+from quire.cost.calibrate import Fit
+from quire.cost.collectives import LATENCY_SECONDS, ONE_DEVICE, Gathers
+from quire.cost.model import CostModel
+from quire.cost.step_time import Constants, StepTime
 from quire.planning.request_lengths import RequestLength, RequestLengths
 from quire.planning.service import Goals, Service
 from tests.cost.models import CONSTANTS, cost_model
 
-ALONE = Gathers(1, 0, 0, 1.0)
 LENGTHS = RequestLengths("test", [RequestLength(600, 200)])
 
 
 def service(
-    room: int = 64, gathers: Gathers = ALONE, spread: float = 0.25, lengths: RequestLengths = LENGTHS
+    room: int = 64, gathers: Gathers = ONE_DEVICE, spread: float = 0.25, lengths: RequestLengths = LENGTHS
 ) -> Service:
     return Service(cost_model(CONSTANTS, spread), gathers, lengths, 2048, room)
 
@@ -34,6 +36,27 @@ def test_one_request_alone() -> None:
     assert found.tokens_per_second.value == pytest.approx(200 * found.requests_per_second.value)
     for estimate in (found.ttft, found.itl, found.requests_per_second):
         assert (estimate.low, estimate.high) == pytest.approx((estimate.value / 1.25, estimate.value * 1.25))
+
+
+class SurerDecodes(CostModel):
+    """Decodes lie within a tenth of their prediction, steps with prompts within a factor of two."""
+
+    def predict(self, load: Load, pause: float = 0.0) -> StepTime:
+        step = super().predict(load, pause)
+        ratio = 1.1 if load.num_tokens == load.num_rows else 2.0
+        return StepTime(step.seconds, step.seconds / ratio, step.seconds * ratio, step.bound)
+
+
+def test_times_have_the_intervals_of_their_steps() -> None:
+    """Of a request alone: the first token that of its prompt, the others that of decodes, and the rate between both."""
+    cost = SurerDecodes(cost_model().arithmetic, Fit(CONSTANTS, 0.25))
+    found = Service(cost, ONE_DEVICE, LENGTHS, 2048, 64).at(1)
+    assert (found.ttft.low, found.ttft.high) == pytest.approx((found.ttft.value / 2, found.ttft.value * 2))
+    assert (found.itl.low, found.itl.high) == pytest.approx((found.itl.value / 1.1, found.itl.value * 1.1))
+    slowest = found.ttft.value * 2 + LENGTHS.mean_output * found.itl.value * 1.1
+    assert found.requests_per_second.low == pytest.approx(1 / slowest)
+    crowd = Service(cost, ONE_DEVICE, LENGTHS, 2048, 64).at(8)
+    assert 1.1 < crowd.itl.high / crowd.itl.value < 2, "some of these steps have prompts"
 
 
 def test_more_requests_wait_longer_and_get_more_done() -> None:
@@ -69,8 +92,9 @@ def test_a_few_long_steps_with_prompts_may_take_most_of_the_time() -> None:
     """One step in six has tokens of a prompt, and takes far more than five times as long as one without."""
     fast = Constants(1e-6, 1e-9, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0)
     cost, lengths = cost_model(fast), RequestLengths("test", [RequestLength(2000, 50)])
-    assert Service(cost, ALONE, lengths, 2048, 64).at(1).bound == "memory"
-    assert Service(cost, ALONE, lengths, 2048, 64).at(8).bound == "arithmetic"
+    alone = Service(cost, ONE_DEVICE, lengths, 2048, 64).at(1)
+    assert (alone.ttft_bound, alone.bound) == ("arithmetic", "memory")
+    assert Service(cost, ONE_DEVICE, lengths, 2048, 64).at(8).bound == "arithmetic"
 
 
 def test_steps_hold_only_so_many_prompts() -> None:
@@ -91,7 +115,7 @@ def test_the_knee_is_where_products_take_as_long_as_reads() -> None:
 def test_exchanges_over_links_are_added() -> None:
     gathers = Gathers(4, 10, 8192, 1e9)
     assert gathers.seconds(100) == pytest.approx(10 * LATENCY_SECONDS + 0.75 * 100 * 8192 / 1e9)
-    assert ALONE.seconds(100) == 0
+    assert ONE_DEVICE.seconds(100) == 0
     more = service(gathers=gathers).at(1)
     assert more.itl.value == pytest.approx(service().at(1).itl.value + gathers.seconds(1))
     slow = service(gathers=Gathers(4, 10, 8192, 1.0)).at(1)

@@ -128,6 +128,27 @@ def test_what_an_earlier_start_measured(simulated: Any) -> None:
     assert [10 * each for each in found[0]] == pytest.approx(found[1])
 
 
+def test_the_interval_of_a_result_is_that_of_its_steps_and_queues(simulated: Any) -> None:
+    """One request at a time has the factor of a step. Near saturation, slower steps also make a queue."""
+    model = load_model_config(quire.demo.path())
+    device = devices.detect(extension.chosen_isa(), "none was looked for")
+    resolved = resolve(EngineConfig(device="cpu"), model, device, is_server=True)
+    calibration_file(resolved, model, device).write(Fit(CONSTANTS, 0.25))
+    text, alone = simulated(*SMALL, "--max-concurrency", "1")
+    keys = ("request_throughput", "output_throughput", "mean_ttft_ms", "median_itl_ms", "median_e2el_ms")
+    latencies = sorted(alone["latencies"])
+    alone["median_e2el_ms"] = 1000 * (latencies[14] + latencies[15]) / 2
+    for key in keys:
+        assert alone["simulated"]["intervals"][key] == pytest.approx([alone[key] / 1.25, 1.25 * alone[key]]), key
+    low, high = alone["simulated"]["intervals"]["request_throughput"]
+    assert f"\nrequest_throughput {'':<21} {low:.2f} to {high:.2f}\n" in text
+    assert "\nTime of steps, by what binds them (%):   host " in text
+    rate = 1.5 * alone["request_throughput"]
+    _, crowd = simulated(*SMALL, "--num-prompts", "60", "--request-rate", str(rate), "--max-num-seqs", "2")
+    low, high = crowd["simulated"]["intervals"]["median_ttft_ms"]
+    assert 2 * low < crowd["median_ttft_ms"] < high / 2
+
+
 @pytest.mark.parametrize(
     ("line", "part"),
     [

@@ -12,7 +12,7 @@ fitted to the fastest moments of a machine, and the interval is one of all its m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,11 @@ class Fit:
     factors: Mapping[int, float] = field(default_factory=dict)
     cold: float = 0.0
     overhead: Overhead | None = None
+
+    def slower(self, ratio: float) -> Fit:
+        """The same with steps that take `ratio` times as long."""
+        slower = Constants(*(ratio * each for each in astuple(self.constants)))
+        return replace(self, constants=replace(slower, overlap=self.constants.overlap))
 
 
 def points(

@@ -30,3 +30,6 @@ class Gathers:
             return 0.0
         sent = (self.degree - 1) / self.degree * num_tokens * self.token_bytes
         return self.count * LATENCY_SECONDS + sent / self.link_bandwidth
+
+
+ONE_DEVICE = Gathers(1, 0, 0, 1.0)

@@ -190,10 +190,13 @@ class Calibration:
         return both > MUCH_BETTER * max(second, MIN_SPREAD)
 
     def _has_widened(self) -> bool:
-        """Make the interval wide enough for the times of both rounds, and say whether it was much narrower."""
+        """Make the interval wide enough for the times of both rounds, and say whether that of the first was too narrow.
+
+        Running steps after the first round may have made it wider still.
+        """
         spread = self._fitted().spread
         if is_wider := spread > MUCH_WIDER * max(self._cost.fit.spread, MIN_SPREAD):
-            self._cost.widen(spread)
+            self._cost.widen(max(spread, self._cost.spread))
         return is_wider
 
     def _context(self) -> int:

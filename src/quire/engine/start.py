@@ -28,13 +28,13 @@ from quire.lora.registry import AdapterRegistry
 from quire.messages import WARM_UP, EngineReady, Progress
 from quire.model_config import ModelConfig
 from quire.planning.cut_stages import check_cuts, cut_of, part_of_rank
+from quire.planning.expectation import expectation
 from quire.planning.step_costs import (
     EARLIER_START,
     assumed_fit,
     calibration_file,
     ceilings,
     decode_step,
-    expectation,
     peaks,
     step_arithmetic,
 )
@@ -216,7 +216,7 @@ def _answering(
         check_targets(schedule, cost, scheduler.limits)
     waited = max(min(lap.waited for lap in laps), measured.step.waited)
     origin = EARLIER_START if calibration is None else "this start measured steps"
-    expected = expectation(schedule.max_num_seqs, cost, origin, waited)
+    expected = expectation(resolved, cost, origin, waited)
     progress(WARM_UP, 1.0, "first token produced")
     return StartedEngine(
         core,

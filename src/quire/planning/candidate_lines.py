@@ -118,6 +118,7 @@ class RankedPlan:
         )
         if num_hidden:
             yield f"{num_hidden} more rows, other formats of the KV cache among them: --json."
+        yield "tokens/s" + " and per M" * has_price + ": within the same factor as requests/s."
         if has_price:
             yield "per M: the price of a million tokens of answers, if there are always enough requests."
 
@@ -159,7 +160,8 @@ class RankedPlan:
                 for name, point in named
             ],
         )
-        yield "Nine of ten measurements should lie in the intervals."
+        bounds = " or ".join(dict.fromkeys(point.ttft_bound for _, point in named))
+        yield f"First tokens are bound by {bounds}. Nine of ten measurements should lie in intervals."
         yield f"Speeds are {best.origin}."
         yield ""
 
@@ -168,10 +170,12 @@ class RankedPlan:
         cuts = self.candidates.cuts_of(best)
         if len(cuts) < 2:
             return
+        rows = []
         for row in cuts:
-            alone = points(row)[0][1]
-            times = f"TTFT {1e3 * alone.ttft.value:.3g} ms, ITL {1e3 * alone.itl.value:.3g} ms"
-            yield f"{_copies(row)}: {row.requests_per_second:.3g} requests/s; a request alone: {times}"
+            alone, point = points(row)[0][1], row.best_point
+            rate = "0" if point is None or not row.within else (point.requests_per_second * row.copies).text()
+            rows.append([_copies(row), rate, (alone.ttft * 1e3).text(), (alone.itl * 1e3).text()])
+        yield from table(["", "requests/s", "one alone: TTFT ms", "ITL ms"], rows)
         most, fewest = cuts[0], cuts[-1]
         if most.requests_per_second and fewest.requests_per_second:
             more = most.requests_per_second / fewest.requests_per_second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ class Estimate(NamedTuple):
     def __mul__(self, factor: float) -> Estimate:  # type: ignore[override]
         """The prediction and its interval, times a number."""
         return Estimate(*(factor * number for number in self))
+
+    def __add__(self, other: Estimate) -> Estimate:  # type: ignore[override]
+        """The sum, with an interval for errors of one sign: errors that differ in sign make the sum's error smaller."""
+        return Estimate(*map(operator.add, self, other))
 
     def over(self, count: float) -> Estimate:
         """The rate of `count` things in this time."""

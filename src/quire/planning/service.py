@@ -48,7 +48,8 @@ class Point:
     """One copy with a number of requests in it, each followed by another one. Times in seconds.
 
     Args:
-        bound: the resource that takes most of a step.
+        ttft_bound: the resource that takes most of the longest step of a prompt.
+        bound: the resource that takes most of a step. It bounds the time between tokens and the rates.
     """
 
     num_requests: int
@@ -56,6 +57,7 @@ class Point:
     itl: Estimate
     requests_per_second: Estimate
     tokens_per_second: Estimate
+    ttft_bound: Bound
     bound: Bound
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,6 +68,7 @@ class Point:
             "itl_seconds": self.itl.as_dict(),
             "requests_per_second": self.requests_per_second.as_dict(),
             "output_tokens_per_second": self.tokens_per_second.as_dict(),
+            "ttft_bound": self.ttft_bound,
             "bound": self.bound,
         }
 
@@ -118,29 +121,33 @@ class Service:
     def _at(self, count: int) -> Point:
         decode, (chunk, share) = self._step(count, 0), self._prompts_beside(count)
         mixed = self._step(count, chunk)
-        itl = decode.seconds + share * (mixed.seconds - decode.seconds)
-        ttft = self._ttft(count, share, decode.seconds)
-        ratio = decode.high / decode.seconds
-        cycle = _interval(ttft + self._output * itl, ratio)
+        itl = _estimate(decode) * (1 - share) + _estimate(mixed) * share
+        ttft, ttft_bound = self._ttft(count, share, decode)
+        cycle = ttft + itl * self._output
         return Point(
             count,
-            _interval(ttft, ratio),
-            _interval(itl, ratio),
+            ttft,
+            itl,
             cycle.over(count),
             cycle.over(count * self._output),
+            ttft_bound,
             mixed.bound if share * mixed.seconds > (1 - share) * decode.seconds else decode.bound,
         )
 
-    def _ttft(self, count: int, share: float, decode_seconds: float) -> float:
+    def _ttft(self, count: int, share: float, decode: StepTime) -> tuple[Estimate, Bound]:
         """The time to first token: the prompt's own steps, beside the tokens of other requests, and two halves.
 
         They are half of a step that runs already, and half of an earlier prompt.
         """
         others, chunk = count - 1, self._chunk(count)
         whole, rest = divmod(self._prompt, chunk)
-        own = whole * self._step(others, chunk).seconds
-        own += self._step(others, rest).seconds if rest else 0.0
-        return own + (decode_seconds / 2 + share * own / 2 if others else 0.0)
+        step = self._step(others, chunk)
+        own = _estimate(step) * whole
+        if rest:
+            own += _estimate(self._step(others, rest))
+        if others:
+            own += _estimate(decode) * 0.5 + own * (share / 2)
+        return own, step.bound
 
     def _chunk(self, count: int) -> int:
         """The tokens of one prompt in a step."""
@@ -181,5 +188,5 @@ def _sum(count: int, one: Load, more: int, other: Load) -> Load:
     )
 
 
-def _interval(seconds: float, ratio: float) -> Estimate:
-    return Estimate(seconds, seconds / ratio, seconds * ratio)
+def _estimate(step: StepTime) -> Estimate:
+    return Estimate(step.seconds, step.low, step.high)

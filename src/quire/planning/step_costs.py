@@ -15,7 +15,6 @@ from quire.cost.step_time import StepTime, prior
 from quire.cost.store import CalibrationFile
 from quire.errors import ConfigError
 from quire.kernels import extension
-from quire.metrics.stopwatch import busy_machine
 from quire.model_config import ModelConfig
 from quire.planning.knee import REACHED_BANDWIDTH, REACHED_FLOPS, described_constants
 from quire.private_cache import cache_folder, code_identity, digest
@@ -132,25 +131,3 @@ def described_cost(arithmetic: StepArithmetic, described: Ceilings, *, is_gpu: b
 def decode_step(cost: CostModel, count: int) -> StepTime:
     """The time of a step with one token of each of `count` requests in short contexts."""
     return cost.predict(cost.arithmetic.load([SHORT_CONTEXT] * count, [1] * count, count))
-
-
-def expectation(max_num_seqs: int, cost: CostModel, origin: str, waited: float) -> Mapping[str, Setting]:
-    """The rates that one request, and `max_num_seqs` together, are expected to get, by name, with their numbers.
-
-    Args:
-        origin: the origin of the constants, for people.
-        waited: share of the measured time that others had the cores.
-    """
-    record = Record()
-    for name, count in (("expected_tokens_per_second", 1), ("expected_total_tokens_per_second", max_num_seqs)):
-        step = decode_step(cost, count)
-        least, most = count / step.high, count / step.low
-        record.put(
-            name,
-            float(f"{count / step.seconds:.3g}"),
-            "formula",
-            f"{count} / {1e3 * step.seconds:.2f} ms for a step with one token of each, in short contexts; between "
-            f"{least:.3g} and {most:.3g}, bound by {step.bound}; {origin}",
-        )
-    record.put("expectation_waited_share", round(waited, 2), "measured", busy_machine(waited) or "an idle machine")
-    return record

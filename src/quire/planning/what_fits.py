@@ -108,6 +108,7 @@ class ModelPlan:
                     **{f"{kind}_bytes": count for kind, count in row.num_bytes._asdict().items()},
                     "expert_bytes": row.expert_bytes,
                     "tokens_per_second": None if row.step is None else _per_second(row.step).as_dict(),
+                    "bound": None if row.step is None else row.step.bound,
                 }
                 for row in self.weights
             ],
@@ -166,8 +167,8 @@ class ModelPlan:
         for row in self.weights:
             line = [row.form.name, *(shown_bytes(count) for count in row.num_bytes), shown_bytes(sum(row.num_bytes))]
             line += [shown_bytes(row.expert_bytes)] * has_experts
-            lines.append(line + ([_per_second(row.step).text()] if row.step is not None else []))
-        yield from table(head + ["tokens/s of one request"] * is_known, lines)
+            lines.append(line + ([_per_second(row.step).text(), row.step.bound] if row.step is not None else []))
+        yield from table(head + ["tokens/s of one request", "bound by"] * is_known, lines)
         if self.speed_origin:
             yield f"Speed: {self.speed_origin}."
         if self.model.tie_word_embeddings:

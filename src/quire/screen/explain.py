@@ -16,6 +16,7 @@ from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.planning import devices
 from quire.planning.binding import bound_facts, cpus_of_processes
 from quire.planning.cut_stages import check_cuts, cut_of, grid_of, part_of_rank
+from quire.planning.expectation import expectation
 from quire.planning.layouts import RankShare, rank_shares
 from quire.planning.memory_plan import (
     KvPages,
@@ -26,7 +27,7 @@ from quire.planning.memory_plan import (
     predict_memory,
 )
 from quire.planning.replicas import share_of_machine
-from quire.planning.step_costs import expectation, known_cost, peaks
+from quire.planning.step_costs import known_cost, peaks
 from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
 from quire.screen.layer_kernels import LayerKernel, layer_kernels
 from quire.screen.memory_lines import MemorySummary
@@ -215,7 +216,7 @@ def explain(
     plans = [_planned(engine, settled, part, own) for part in parts]
     model, memory, resolved, error = min(plans, key=lambda plan: plan.num_blocks)
     waited = 0.0 if known.is_measured else waited
-    expected = expectation(resolved.scheduler.max_num_seqs, known.cost, known.origin, waited)
+    expected = expectation(resolved, known.cost, known.origin, waited)
     resolved = resolved.noting({**expected, **peaks(resolved, known.cost.arithmetic, device)})
     settings = {**resolved.settings, **resolve_server(server, chat_template).settings}
     form, device_settings = resolved.model, resolved.device

@@ -36,12 +36,15 @@ class Totals:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
+    seconds_by_bound: dict[str, float] = field(default_factory=dict)  # of the steps that a resource takes most of
 
     def add(self, record: StepRecord) -> None:
         self.num_steps += 1
         self.num_preemptions += record.num_preemptions
         self.prefix_cache_queries += record.prefix_cache_queries
         self.prefix_cache_hits += record.prefix_cache_hits
+        by_bound = self.seconds_by_bound
+        by_bound[record.bound] = by_bound.get(record.bound, 0.0) + record.predicted_seconds
 
 
 @dataclass(slots=True)

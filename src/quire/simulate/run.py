@@ -15,6 +15,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.measure.arrivals import arrival_times
 from quire.measure.load import Run
 from quire.measure.prepared_load import PreparedLoad
+from quire.measure.statistics import measure
 from quire.measure.workload import BenchRequest
 from quire.model_config import ModelConfig
 from quire.planning.cut_stages import check_cuts, cut_of
@@ -25,6 +26,8 @@ from quire.scheduler.from_settings import scheduler_of
 from quire.settings import Planned
 from quire.simulate.executor import PredictedExecutor, UntaughtCost, VirtualClock
 from quire.simulate.load import Client, Prompt, Totals
+
+RATES = ("request_throughput", "output_throughput", "total_token_throughput")
 
 
 def plan_engine(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Planned:
@@ -61,9 +64,12 @@ def simulate(
 ) -> tuple[list[Run], dict[str, Any]]:
     """The rounds of a load, and facts about the engine for the result. Equal arguments give equal answers.
 
+    The load is simulated three times: with predicted steps, and with all steps at one end of their interval. So the
+    interval of a result counts the queues that slower steps make.
+
     Args:
         name: the name of the model.
-        bar: called with the number of requests; returns an object with update() and close().
+        bar: called with the number of requests of all three; returns an object with update() and close().
 
     Raises:
         ConfigError: the settings or the load contradict themselves, or the model does not fit into memory.
@@ -73,19 +79,28 @@ def simulate(
     device = device.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
     resolved = plan_engine(config, model, device)
     known = known_cost(resolved, model, device)
-    cost = UntaughtCost(known.cost.arithmetic, known.cost.fit)
-    client = client_of(resolved, model, cost)
-    check_targets(resolved.scheduler, cost, client.core.scheduler.limits)
     rounds = [load.requests(load.workload.seed + i) for i in range(load.traffic.num_rounds)]
-    if load.traffic.num_warmups:
-        warm_up = _prompts(load.warm_up_requests(), load.tokenizer)
+    sent = [_prompts(requests, load.tokenizer) for requests in rounds]
+    warm_up = _prompts(load.warm_up_requests(), load.tokenizer) if load.traffic.num_warmups else []
+    ratio = 1 + max(known.cost.spread, MIN_SPREAD)
+    progress = bar(3 * sum(map(len, rounds)))
+
+    def serve(slowness: float) -> tuple[list[Run], Totals]:
+        cost = UntaughtCost(known.cost.arithmetic, known.cost.fit.slower(slowness))
+        client = client_of(resolved, model, cost)
+        if slowness == 1:
+            check_targets(resolved.scheduler, cost, client.core.scheduler.limits)
         client.run(warm_up, [0.0] * len(warm_up))
-    runs, sent = [], [_prompts(requests, load.tokenizer) for requests in rounds]
-    client.totals, progress = Totals(), bar(sum(map(len, rounds)))
-    for i, (requests, prompts) in enumerate(zip(rounds, sent, strict=True)):
-        times = arrival_times(load.traffic, requests, load.workload.seed + i)
-        most = load.traffic.max_concurrency
-        runs.append(client.run(prompts, times, max_concurrency=most, on_done=progress.update))
+        client.totals = Totals()
+        runs: list[Run] = []
+        for i, (requests, prompts) in enumerate(zip(rounds, sent, strict=True)):
+            times = arrival_times(load.traffic, requests, load.workload.seed + i)
+            most = load.traffic.max_concurrency
+            runs.append(client.run(prompts, times, max_concurrency=most, on_done=progress.update))
+        return runs, client.totals
+
+    runs, totals = serve(1.0)
+    ends = [serve(slowness)[0] for slowness in (1 / ratio, ratio)]
     progress.close()
     prompts = [prompt for each in sent for prompt in each]
     facts = {
@@ -97,18 +112,32 @@ def simulate(
         "num_requests_sent": len(prompts),
         "num_unique_prompts": len({tuple(prompt.token_ids) for prompt in prompts}),
         "hardware_limit": None,
-        "simulated": _said_of(resolved, known, client.totals),
+        "simulated": _said_of(resolved, known, totals)
+        | {
+            "step_time_interval": [1 / ratio, ratio],  # measured / predicted of nine of ten steps lies in it
+            "intervals": _intervals([runs, *ends]),
+        },
     }
     return runs, facts
 
 
+def _intervals(cases: Sequence[Sequence[Run]]) -> dict[str, list[float]]:
+    """The least and the greatest rates and times of several cases, under their keys in the result."""
+    found = []
+    for runs in cases:
+        metrics = measure(runs, [], {})
+        numbers = {name: metrics.rates[name] for name in RATES}
+        for name, times in metrics.times.items():
+            numbers |= {f"mean_{name}_ms": 1000 * times.mean, f"median_{name}_ms": 1000 * times.median}
+        found.append(numbers)
+    return {name: [min(each[name] for each in found), max(each[name] for each in found)] for name in found[0]}
+
+
 def _said_of(resolved: Planned, known: KnownCost, totals: Totals) -> dict[str, Any]:
-    """The entries that only a simulated result has."""
-    ratio = 1 + max(known.cost.spread, MIN_SPREAD)
+    """The entries that only a simulated result has, but for intervals."""
     return {
         "is_calibrated": known.is_measured,
         "step_times": known.origin,
-        "step_time_interval": [1 / ratio, ratio],  # measured / predicted of nine of ten steps lies in it
         "overhead": None if (overhead := known.cost.overhead) is None else asdict(overhead),
         **asdict(totals),
         "settings": {
