@@ -214,7 +214,7 @@ def test_memory_settings_know_their_reason() -> None:
     ("is_server", "arguments", "limits", "source"),
     [
         (True, {}, (128, 256), "formula"),
-        (False, {}, (256, 512), "formula"),
+        (False, {}, (256, 1024), "formula"),
         (True, {"performance_mode": "throughput"}, (256, 1024), "formula"),
         (False, {"performance_mode": "throughput"}, (512, 2048), "formula"),
         (True, {"performance_mode": "throughput", "max_num_seqs": 64}, (64, 256), "formula"),

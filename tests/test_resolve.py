@@ -245,7 +245,7 @@ def test_threads_are_performance_cores() -> None:
         assert (resolved.device.num_threads, resolved.settings["num_threads"].detail) == (4, why)
 
 
-@pytest.mark.parametrize(("is_server", "limits"), [(True, (128, 256)), (False, (256, 512))])
+@pytest.mark.parametrize(("is_server", "limits"), [(True, (128, 256)), (False, (256, 1024))])
 def test_batch_limits(is_server: bool, limits: tuple[int, int]) -> None:
     resolved = resolve(EngineConfig(), MODEL, DEVICE, is_server=is_server)
     assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == limits
