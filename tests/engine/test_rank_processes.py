@@ -310,7 +310,12 @@ def test_a_rank_that_raises_where_others_wait_for_it(
 
 @pytest.mark.parametrize(
     ("where", "number", "share"),
-    [("before", 3, SHARES[0]), ("behind", 3, SHARES[0]), ("behind", BRIEF_STEPS, SHARES[0]), ("before", 3, SHARES[1])],
+    [
+        pytest.param("before", 3, SHARES[0], marks=pytest.mark.slow),
+        pytest.param("behind", 3, SHARES[0], marks=pytest.mark.slow),
+        ("behind", BRIEF_STEPS, SHARES[0]),
+        ("before", 3, SHARES[1]),
+    ],
 )
 def test_a_device_that_fails_behind_its_host_is_told(
     where: str, number: int, share: str, monkeypatch: pytest.MonkeyPatch

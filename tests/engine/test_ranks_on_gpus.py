@@ -142,7 +142,7 @@ FORMS: dict[str, dict[str, Any]] = {"bfloat16": {}, "int8": {"quantization": "in
 @pytest.mark.parametrize(
     ("form", "num_ranks", "arguments"),
     [
-        ("bfloat16", 2, {}),
+        pytest.param("bfloat16", 2, {}, marks=pytest.mark.slow),
         ("bfloat16", 3, {"enforce_eager": True}),
         ("bfloat16", 2, {"async_scheduling": False}),
         ("int8", 2, {}),
@@ -155,7 +155,11 @@ def test_tokens_are_those_of_one_rank(form: str, num_ranks: int, arguments: dict
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_stages", "arguments"),
-    [(1, 2, {}), (1, 3, {"enforce_eager": True}), (2, 2, {"max_num_batched_tokens": 17})],
+    [
+        pytest.param(1, 2, {}, marks=pytest.mark.slow),
+        (1, 3, {"enforce_eager": True}),
+        (2, 2, {"max_num_batched_tokens": 17}),
+    ],
 )
 def test_stages_give_the_tokens_of_one_rank(num_ranks: int, num_stages: int, arguments: dict[str, Any]) -> None:
     """Pieces of a prompt follow each other through the stages; some steps are captured, and others are launched."""
@@ -165,7 +169,11 @@ def test_stages_give_the_tokens_of_one_rank(num_ranks: int, num_stages: int, arg
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "arguments"), [(1, {"expert_placement_strategy": "round_robin"}), (2, {"enforce_eager": True})]
+    ("num_stages", "arguments"),
+    [
+        (1, {"expert_placement_strategy": "round_robin"}),
+        pytest.param(2, {"enforce_eager": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_whole_experts(num_stages: int, arguments: dict[str, Any], tmp_path: Path) -> None:
     """Ranks have four and three of seven experts. Nothing is dispatched: all ranks of a stage have all rows."""
@@ -207,7 +215,7 @@ def test_weights_of_all_stages_need_not_fit_one_gpu(monkeypatch: pytest.MonkeyPa
         started(1, two_layers(), num_stages=2)
 
 
-@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_stage_whose_work_nobody_has_got_may_leave_a_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The first stage has launched its layers, and not yet the transfer."""
     engine = started(1, two_layers(), num_stages=2, enforce_eager=True)
@@ -238,7 +246,7 @@ def test_drafts_of_text_and_grammars() -> None:
     assert found == found[:1] * 3
 
 
-@pytest.mark.parametrize("more", [{}, {"draft_tensor_parallel_size": 1}])
+@pytest.mark.parametrize("more", [{}, pytest.param({"draft_tensor_parallel_size": 1}, marks=pytest.mark.slow)])
 def test_a_draft_model(more: dict[str, Any]) -> None:
     """Shared by the ranks, or each has all of it. The first rank draws, and the others get its tokens."""
     folder = quire.demo.path("draft")
@@ -254,8 +262,12 @@ def test_a_draft_model(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("number", "sizes", "rank"),
     [
-        *[(1, {}, 1), (3, {}, 1), (3, {"async_scheduling": False}, 1)],
-        *[(1, {"num_stages": 2}, 0), (4, {"num_stages": 2}, 1), (3, {"num_stages": 2}, 3)],
+        pytest.param(1, {}, 1, marks=pytest.mark.slow),
+        (3, {}, 1),
+        pytest.param(3, {"async_scheduling": False}, 1, marks=pytest.mark.slow),
+        (1, {"num_stages": 2}, 0),
+        pytest.param(4, {"num_stages": 2}, 1, marks=pytest.mark.slow),
+        (3, {"num_stages": 2}, 3),
     ],
 )
 def test_a_step_that_one_rank_cannot_begin_is_left_by_all(
@@ -288,7 +300,16 @@ def test_an_error_behind_a_launch_ends_the_engine(monkeypatch: pytest.MonkeyPatc
         engine.core.shutdown()
 
 
-@pytest.mark.parametrize(("num_ranks", "num_stages", "rank"), [(2, 1, 0), (2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "rank"),
+    [
+        (2, 1, 0),
+        pytest.param(2, 1, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, 0, marks=pytest.mark.slow),
+        pytest.param(1, 2, 1, marks=pytest.mark.slow),
+        (2, 2, 3),
+    ],
+)
 def test_a_device_that_fails_ends_the_engine(
     num_ranks: int, num_stages: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +336,9 @@ def test_a_device_that_fails_ends_the_engine(
         engine.core.shutdown()
 
 
-@pytest.mark.parametrize(("num_ranks", "num_stages", "rank"), [(2, 1, 1), (1, 2, 0), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "rank"), [(2, 1, 1), (1, 2, 0), pytest.param(1, 2, 1, marks=pytest.mark.slow)]
+)
 def test_a_host_launches_while_its_device_is_held_up(
     num_ranks: int, num_stages: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,7 +462,7 @@ def test_a_rank_that_does_not_sample_waits_for_the_step_before_only() -> None:
         engine.core.shutdown()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_memory_in_which_logits_are_joined_is_planned(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ranks with equal parts of the vocabulary, and of ranks with padding."""
     monkeypatch.setattr(Decoder, "_room_for_logits", lambda *arguments: None)  # as on a GPU

@@ -65,9 +65,17 @@ def check(
     torch.testing.assert_close(joined, expected, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("num_owners", "window", "chunk", "soft_cap"), [(2, 0, 0, 0.0), (3, 40, 0, 4.0), (2, 0, 24, 0.0)]
+    ("dtype", "num_owners", "window", "chunk", "soft_cap"),
+    [
+        (torch.float32, 2, 0, 0, 0.0),
+        (torch.float32, 3, 40, 0, 4.0),
+        (torch.float32, 2, 0, 24, 0.0),
+        pytest.param(torch.bfloat16, 2, 0, 0, 0.0, marks=pytest.mark.slow),
+        (torch.bfloat16, 3, 40, 0, 4.0),
+        pytest.param(torch.bfloat16, 2, 0, 24, 0.0, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_equals_the_twin(dtype: torch.dtype, num_owners: int, window: int, chunk: int, soft_cap: float) -> None:
     arguments = test_paged_attention.make(4, 2, 64, 32, ROWS, dtype, window, chunk)
@@ -75,12 +83,14 @@ def test_equals_the_twin(dtype: torch.dtype, num_owners: int, window: int, chunk
     check(arguments, num_owners, AttentionRule(0.2, window, soft_cap, chunk), sinks_H)
 
 
-@pytest.mark.parametrize("codes", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("codes", [pytest.param(None, marks=pytest.mark.slow), torch.int8], ids=str)
 def test_latent_rows_equal_the_twin(codes: torch.dtype | None) -> None:
     check(test_latent.make(6, 48, 16, 32, ROWS, torch.float32, codes), 2, test_latent.RULE)
 
 
-@pytest.mark.parametrize("codes", kv_codes.CODE_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "codes", [pytest.param(torch.float8_e5m2, marks=pytest.mark.slow), torch.float8_e4m3fn, torch.int8], ids=str
+)
 def test_caches_of_codes(codes: torch.dtype) -> None:
     q_THE, cache, *rest = test_paged_attention.make(4, 2, 64, 32, ROWS, torch.float32)
     (k, k_scales), (v, v_scales) = (kv_codes.encode(x_BGPE, codes) for x_BGPE in cache.tensors())
