@@ -16,7 +16,8 @@ from typing import Any
 from quire.compat.names import nearest
 from quire.compat.speculation import speculative_config_of
 from quire.compat.table import FOREIGN, settle
-from quire.config_rules import MOST_RANKS, check_engine
+from quire.config_rules import check_engine
+from quire.distributed.layout import MOST_RANKS
 from quire.eplb_config import EplbConfig
 from quire.errors import ConfigError
 from quire.formats.answer_formats import NO_PARSER, REASONING_PARSERS, TOOL_PARSERS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from quire.distributed.layout import MOST_RANKS
 from quire.eplb_config import EplbConfig
 from quire.errors import ConfigError
 from quire.formats.kv_format import RANGE_POSITIONS
@@ -15,8 +16,6 @@ from quire.option import check_foreign
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-
-MOST_RANKS = 64  # kMaxRanks of csrc/include/quire/shared_group.h
 
 logger = get_logger(__name__)
 

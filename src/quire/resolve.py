@@ -456,13 +456,14 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
 
 def _check_context(config: EngineConfig, model: ModelConfig, device: str, backend: str) -> None:
     """Raise ConfigError for settings that a divided KV cache does not support in this version."""
+    own_backend = f"Leave --attention-backend out, or unset {envs.ATTENTION_BACKEND.name}"
     refused = (
         (
             device == "cuda" and config.deterministic,
             "a GPU and --deterministic, because bits depend on the rank that has a block",
             "Leave --deterministic out",
         ),
-        (backend == "FLASHINFER", "FlashInfer, which reads all of the KV cache", "Leave --attention-backend out"),
+        (backend == "FLASHINFER", "FlashInfer, which reads all of the KV cache", own_backend),
         (
             model.drafter is not None,
             "a model that drafts, whose keys and values every rank holds",
@@ -471,7 +472,7 @@ def _check_context(config: EngineConfig, model: ModelConfig, device: str, backen
         (
             backend == "reference",
             "the reference attention, which reads all of the KV cache",
-            "Leave --attention-backend out",
+            own_backend,
         ),
     )
     name = "decode_context_parallel_size"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from quire.distributed.device_group import Agreement, DeviceGroup, on_devices
 from quire.distributed.group import GroupError, Ranks, StepVoid
@@ -23,7 +24,7 @@ from quire.kernels import cpu, reference
 from quire.kernels.layer_rules import AttentionRule
 from quire.worker.kv_cache import PagedCache
 from tests.distributed.test_shared_memory import part_of
-from tests.worker.fake_accelerator import FakeAccelerator
+from tests.worker.fake_accelerator import FakeAccelerator, FakeTransport
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -97,6 +98,27 @@ def test_columns_lie_side_by_side(widths: tuple[int, ...], rows: int, dtype: tor
             assert torch.equal(tensor, expected), f"turn {turn} of rank {rank}"
     for each in ranks:
         each.close()
+
+
+def test_a_transport_that_comes_after_a_failure_is_ended() -> None:
+    """Nothing else would end its operations."""
+    grid = Grid(width=2)
+    memory = make_memory(grid)
+    ranks = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=60.0) for rank in range(2)]
+    os.close(memory)
+    made = []
+
+    class Late(FakeAccelerator):
+        def connect(self, *arguments: Any) -> FakeTransport:
+            ranks[1].fail()
+            while any(thread.name == "failed ranks" for thread in threading.enumerate()):
+                time.sleep(0.01)
+            made.append(super().connect(*arguments))
+            return made[-1]
+
+    found = together(ranks, lambda each: on_devices(each, Late()))
+    assert [type(error) for error in found] == [GroupError, GroupError]
+    assert [transport._is_aborted.is_set() for transport in made] == [True, True]
 
 
 def test_the_file_of_a_meeting_stays() -> None:
@@ -267,7 +289,9 @@ def test_rows_pass_through_the_stages_in_their_order(width: int) -> None:
                 rows = ranks.before.receive(step + 1, 3, torch.float32) + 100
             found.append(rows)
             if ranks.behind is not None:
-                ranks.behind.send(rows[:, :3])
+                sent = F.pad(rows, (0, 4 * (step % 2)))[:, :3]  # strided rows in every second step
+                ranks.behind.send(sent)
+                sent.fill_(torch.nan)  # they are sent: work that comes later may have their memory
             assert ranks.is_committed
             ranks.end_step()
         return found

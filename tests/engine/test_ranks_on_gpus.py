@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import quire.demo
+from quire import execution_choices
 from quire.config import EngineConfig
 from quire.distributed.device_group import DeviceGroup
 from quire.distributed.group import GroupError
@@ -125,8 +126,11 @@ def of_gpus(num_ranks: int, folder: Path | None = None, **arguments: Any) -> Ans
         for worker in workers_of(engine):
             assert worker._ranks is not None
             assert num_ranks == 1 or isinstance(worker._ranks.group, DeviceGroup)
-            assert bool(worker.runner.forward_pass.num_captured) != arguments.get("enforce_eager", False)
-        return answers(engine.core)
+        found = answers(engine.core)
+        for worker in workers_of(engine):
+            has_replayed = any(graph.num_replays for graph in device_of(worker).graphs)
+            assert has_replayed != arguments.get("enforce_eager", False)
+        return found
     finally:
         engine.core.shutdown()
 
@@ -415,6 +419,17 @@ def test_what_is_refused_by_the_settings_alone(sizes: dict[str, Any], why: str, 
     facts = DeviceFacts("cpu", "fake", "avx2", 2, GIB, GIB, gpu=GpuFacts("fake", 90, GIB, GIB, 2), no_gpu="")
     with pytest.raises(ConfigError, match=why):
         resolve(config_of(**sizes, max_model_len=128), load_model_config(tmp_path), facts, is_server=True)
+
+
+def test_flashinfer_does_not_divide_the_kv_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before weights are read, although it takes the model."""
+    monkeypatch.setattr(execution_choices, "why_not_flashinfer", lambda *arguments: None)
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    facts = DeviceFacts("cpu", "fake", "avx2", 2, GIB, GIB, gpu=GpuFacts("fake", 90, GIB, GIB, 2), no_gpu="")
+    sizes = {"decode_context_parallel_size": 2, "attention_backend": "FLASHINFER", "max_model_len": 128}
+    with pytest.raises(ConfigError, match="FlashInfer, which reads all of the KV cache") as caught:
+        resolve(config_of(2, **sizes), load_model_config(tmp_path), facts, is_server=True)
+    assert "--attention-backend out, or unset QUIRE_ATTENTION_BACKEND" in str(caught.value)
 
 
 def test_hosts_run_ahead_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,7 @@ class FakeTransport:
         return self._begin(self._gather, tuple(range(self._size)), output, own)
 
     def alltoall_base(self, output: Tensor, given: Tensor, out_sizes: list[int], sizes: list[int]) -> FakeWork:
-        assert out_sizes == sizes == [], "each rank gets an equal part"
-        return self._begin(self._to_all, output, given)
+        return self._begin(self._to_all, output, given, out_sizes, sizes)
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int) -> FakeWork:
         return self._begin(self._pass_on, receiver, *tensors, True)
@@ -116,11 +115,20 @@ class FakeTransport:
         work.wait()
 
     @torch.inference_mode()
-    def _to_all(self, output: Tensor, given: Tensor) -> None:
+    def _to_all(self, output: Tensor, given: Tensor, out_sizes: list[int], sizes: list[int]) -> None:
+        """All ranks give the same number of entries."""
+        members, all_sizes = tuple(range(self._size)), torch.empty((self._size, self._size), dtype=torch.int64)
         everything = output.new_empty((self._size, *given.shape))
-        self._gather(tuple(range(self._size)), everything.view(-1, *given.shape[1:]), given)
-        if not self._is_aborted.is_set():
-            output.copy_(everything[:, self._rank])
+        self._gather(members, all_sizes, torch.tensor([sizes]))
+        self._gather(members, everything.view(-1, *given.shape[1:]), given)
+        if self._is_aborted.is_set():
+            return
+        parts = [
+            entries.split_with_sizes(row)[self._rank]
+            for entries, row in zip(everything, all_sizes.tolist(), strict=True)
+        ]
+        assert [len(part) for part in parts] == out_sizes, "ranks expect other numbers of entries"
+        output.copy_(torch.cat(parts))
 
     @torch.inference_mode()
     def _pass_on(self, other: int, rows: Tensor, is_sender: bool) -> None:

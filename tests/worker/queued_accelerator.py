@@ -166,20 +166,26 @@ class _Transport(FakeTransport):
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: QueuedAccelerator) -> None:
         super().__init__(store, rank, size)
-        self._device = device
+        self._device, self._last = device, _Queued()
+        self._last.wait()
 
     def _begin(self, work: Callable[..., None], *arguments: Any) -> Any:
+        assert self._last.is_awaited, "nobody waits for the operation before: on a GPU, its memory is used at once"
         waiting = partial(_wait_for, super()._begin, work, *arguments)
         if _is_launching():
             _launching.sink(waiting)
         else:
             self._device.put(waiting).result()
-        return _Queued()
+        self._last = _Queued()
+        return self._last
 
 
 class _Queued:
+    is_awaited = False
+
     def wait(self) -> None:
         """The device waits, and not the host."""
+        self.is_awaited = True
 
 
 def _wait_for(begin: Callable[..., Any], *arguments: Any) -> None:

@@ -5,8 +5,8 @@ other GPUs would wait for a rank that never comes. Therefore the hosts of all ra
 launch anything that needs other ranks. Until then a rank may leave the step, and all ranks of all stages leave it too.
 Later, an error ends all ranks of the engine.
 
-GPUs of several stages wait for each other only along the stages and the steps. A stage receives the rows of step k when
-it has sent those of step k - 1. So no GPUs wait for each other in a circle.
+GPUs of several stages wait only along the stages and the steps. A stage receives the rows of step k when it has sent
+those of step k - 1. So no GPUs wait for each other in a circle.
 
 Dimensions: T rows, N columns of all ranks, D hidden, G ranks of the group, P rows of all ranks, C columns of a rank, H
 heads, E head dim, V value dim; in `attend`, N neighbours and W = V + 2.
@@ -68,33 +68,39 @@ def on_devices(ranks: Ranks, accelerator: Connecting) -> Ranks:
     def connect(name: str, members: Sequence[int]) -> Any:
         own = _distributed.PrefixStore(name, store)
         transport = accelerator.connect(own, members.index(ranks.rank), len(members), limit)
-        agreement.transports.append(transport)
-        agreement.check()  # from now on, a rank that fails ends the transport
+        agreement.end_with_failure(transport)
         return transport
 
-    before, behind = grid.before(ranks.rank), grid.behind(ranks.rank)
-    links: list[DeviceLink | None] = [None, None]
+    def link(transport: Any, other: int | None) -> DeviceLink | None:
+        return None if other is None else DeviceLink(transport, other, agreement, accelerator.device)
+
+    group = before_link = behind_link = None
     try:
-        group = None
         if ranks.group is not None:
             members = grid.stage_members(ranks.rank)
             transport = connect(f"stage {grid.stage(ranks.rank)}", members)
             group = DeviceGroup(members.index(ranks.rank), len(members), transport, agreement)
-            group.gather(torch.zeros((1, 1), device=accelerator.device), [1] * group.size)
         if grid.num_stages > 1:
             transport = connect("stages", range(grid.size))
-            links = [
-                None if other is None else DeviceLink(transport, other, agreement, accelerator.device)
-                for other in (before, behind)
-            ]
-            if links[0] is not None:
-                links[0].receive(1, 1, torch.float32)
-            if links[1] is not None:
-                links[1].send(torch.zeros((1, 1), device=accelerator.device))
+            before_link = link(transport, grid.before(ranks.rank))
+            behind_link = link(transport, grid.behind(ranks.rank))
+        _reach(group, before_link, behind_link, accelerator.device)
     except BaseException:
         agreement.close()
         raise
-    return replace(ranks, group=group, before=links[0], behind=links[1], steps=(agreement,), do_hosts_agree=True)
+    return replace(ranks, group=group, before=before_link, behind=behind_link, steps=(agreement,))
+
+
+def _reach(
+    group: DeviceGroup | None, before: DeviceLink | None, behind: DeviceLink | None, device: torch.device
+) -> None:
+    """Use each connection once. A transport connects in its first operation, and no graph may hold this."""
+    if group is not None:
+        group.gather(torch.zeros((1, 1), device=device), [1] * group.size)
+    if before is not None:
+        before.receive(1, 1, torch.float32)
+    if behind is not None:
+        behind.send(torch.zeros((1, 1), device=device))
 
 
 def _meeting(hosts: SharedMemoryGroup) -> Any:
@@ -123,6 +129,7 @@ class Agreement:
     """
 
     is_committed = False
+    do_hosts_agree = True
 
     def __init__(
         self, hosts: SharedMemoryGroup, check_device: Callable[[], None], fail: Callable[[EngineDeadError], None]
@@ -133,6 +140,15 @@ class Agreement:
         self._is_closed = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="failed ranks", daemon=True)
         self._watching.start()
+
+    def end_with_failure(self, transport: Any) -> None:
+        """From now on, a rank that fails ends this transport too. Raises GroupError if one has failed already."""
+        self.transports.append(transport)
+        try:
+            self.check()
+        except GroupError:
+            transport.abort()  # the thread may have ended the others before it knew this one
+            raise
 
     @property
     def waited_seconds(self) -> float:
@@ -243,7 +259,7 @@ class DeviceGroup:
         sent_GPC = rows_PN.new_empty((self.size, P, max(map(len, columns))))
         for sent_PC, its in zip(sent_GPC, columns, strict=True):
             sent_PC[:, : len(its)] = rows_PN[:, its.start : its.stop]
-        got_GPC = self._to_all(sent_GPC)
+        got_GPC = self._to_all(sent_GPC, [1] * self.size, [1] * self.size)
         ends = torch.cat([begins[first : first + 1] for first in firsts[1:-1]])
         rows_P = torch.arange(P, dtype=torch.int32, device=rows_PN.device)
         owners_P = torch.bucketize(rows_P, ends, right=True)
@@ -264,26 +280,33 @@ class DeviceGroup:
 
         So the last bits of a token depend on which of them has which page.
         """
-        owner, V = self.rank % num_owners, cache.v_BGPE.shape[3]
-        neighbours, T = range(self.rank - owner, self.rank - owner + num_owners), len(q_THE)
+        owner, own, V = self.rank % num_owners, heads[self.rank], cache.v_BGPE.shape[3]
+        neighbours, (T, H, _) = range(self.rank - owner, self.rank - owner + num_owners), q_THE.shape
         self.agree()
         tables_SM = batch.tables[cache.table].block_tables_SM
         arguments = (q_THE, cache, tables_SM, batch.seq_lens_S, batch.cu_seqlens_q_S1, rule, num_owners, owner)
         values_THV, maxima_TH, sums_TH = partial_attention(*arguments)
-        found_THW = torch.cat([values_THV, maxima_TH[:, :, None], sums_TH[:, :, None]], 2)
-        sent_GTHW = found_THW.new_empty((self.size, T, max(heads), V + 2))
-        parts = found_THW.split_with_sizes([heads[rank] for rank in neighbours], 1)
-        for rank, part_THW in zip(neighbours, parts, strict=True):
-            sent_GTHW[rank, :, : heads[rank]] = part_THW
-        got_GTHW = self._to_all(sent_GTHW)
-        own_NTHW = got_GTHW[neighbours.start : neighbours.stop, :, : heads[self.rank]]
-        partials = Partials(own_NTHW[..., :V], own_NTHW[..., V], own_NTHW[..., V + 1])
-        return join_partials(partials, sinks_H, q_THE.dtype)
+        sent_HTW = values_THV.new_empty((H, T, V + 2))
+        sent_HTW[..., :V] = values_THV.transpose(0, 1)
+        sent_HTW[..., V] = maxima_TH.T
+        sent_HTW[..., V + 1] = sums_TH.T
+        del values_THV, maxima_TH, sums_TH  # memory for what arrives
+        sent = [heads[rank] if rank in neighbours else 0 for rank in range(self.size)]
+        got = [own if rank in neighbours else 0 for rank in range(self.size)]
+        got_NTHW = self._to_all(sent_HTW, sent, got).view(num_owners, own, T, V + 2).transpose(1, 2)
+        del sent_HTW
+        partials = Partials(got_NTHW[..., :V], got_NTHW[..., V], got_NTHW[..., V + 1])
+        return join_partials(partials, sinks_H, q_THE.dtype).contiguous()
 
-    def _to_all(self, sent: Tensor) -> Tensor:
-        """Entry r goes to rank r. The result has one entry from each rank."""
-        got = torch.empty_like(sent)
-        self._transport.alltoall_base(got, sent, [], []).wait()
+    def _to_all(self, sent: Tensor, num_sent: Sequence[int], num_got: Sequence[int]) -> Tensor:
+        """Send entries to all ranks, those for rank 0 first. The result has the entries from rank 0 first.
+
+        Args:
+            num_sent: the number of entries for each rank.
+            num_got: the number of entries from each rank.
+        """
+        got = sent.new_empty((sum(num_got), *sent.shape[1:]))
+        self._transport.alltoall_base(got, sent, list(num_got), list(num_sent)).wait()
         return got
 
     def agree(self) -> None:

@@ -47,6 +47,11 @@ class Steps(Protocol):
         """Whether this rank has launched work of this step that needs other ranks. Then it cannot leave the step."""
         ...
 
+    @property
+    def do_hosts_agree(self) -> bool:
+        """Whether the hosts of all stages agree on each step before any rank depends on another one."""
+        ...
+
     def check(self) -> None:
         """Raise GroupError if a rank has failed. On a device, work that was launched may have no valid result then."""
         ...
@@ -180,11 +185,14 @@ class Link(Protocol):
         ...
 
     def send(self, rows_TD: Tensor) -> None:
-        """Send rows. It may return before they are received. Raises GroupError."""
+        """Send rows. It may return before they are received. Raises GroupError and StepVoid: see Group.gather."""
         ...
 
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Wait for the next rows: [num_rows, width] of `dtype`, in new memory. Raises GroupError."""
+        """Get the next rows: [num_rows, width] of `dtype`, in new memory. Raises GroupError and StepVoid.
+
+        On a device, the device waits for them, and the host does not.
+        """
         ...
 
     def close(self) -> None:
@@ -226,9 +234,9 @@ class Ranks:
         timeout_seconds: the longest wait for another rank.
         group: the ranks that share this rank's stage or lane; None: this rank has the stage or lane alone.
         everyone: the ranks of all lanes, which share experts; None: there are no lanes.
-        hosts: all ranks of this machine, whose hosts agree if they compute on GPUs; None: there is one rank here.
+        hosts: all ranks of this machine, whose hosts agree if they compute on GPUs; None: there is one rank here,
+            or more than MOST_RANKS.
         steps: the ranks with which this rank takes its steps.
-        do_hosts_agree: whether the hosts of all stages agree on each step before any rank depends on another one.
         before: the link that brings the input; None: this is the first stage.
         behind: the link that takes the output; None: this is the last stage.
     """
@@ -244,7 +252,6 @@ class Ranks:
     everyone: Group | None = None
     hosts: Group | None = None
     steps: tuple[Steps, ...] = ()
-    do_hosts_agree: bool = False
 
     @property
     def samples(self) -> bool:
@@ -268,6 +275,11 @@ class Ranks:
     def is_committed(self) -> bool:
         """See Steps."""
         return any(steps.is_committed for steps in self.steps)
+
+    @property
+    def do_hosts_agree(self) -> bool:
+        """See Steps."""
+        return any(steps.do_hosts_agree for steps in self.steps)
 
     def check(self) -> None:
         """See Steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_MEMBERS = 64  # of a group: kMaxRanks of csrc/include/quire/shared_group.h
+MOST_RANKS = 64  # of a group: kMaxRanks of csrc/include/quire/shared_group.h
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Grid:
         here = self.ranks_of(node)
         stages = [self.stage_members(rank) for rank in here[:: self.width] if self.width > 1]
         pairs = [] if self.num_lanes > 1 else [(rank, rank - self.width) for rank in here[self.width :]]
-        everyone = [tuple(here)] if self.width < len(here) <= MOST_MEMBERS else []
+        everyone = [tuple(here)] if self.width < len(here) <= MOST_RANKS else []
         return stages + pairs + everyone
 
 
@@ -103,6 +103,9 @@ class PageShare:
     def num_pages(self, total: int) -> int:
         """The number of pages for which each owner has memory, if the cache has `total` pages."""
         return -(-total // self.num_owners)
+
+
+ALL_PAGES = PageShare()
 
 
 def shares(size: int, num_ranks: int, unit: int = 1) -> list[range]:

@@ -166,6 +166,8 @@ class SharedMemoryGroup:
         number: the number of this rank among all ranks.
     """
 
+    do_hosts_agree = False  # each stage has steps of its own
+
     def __init__(self, shared: _C.SharedGroup, members: tuple[int, ...], number: int) -> None:
         self.rank, self.size = members.index(number), len(members)
         self._shared = shared

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.distributed.layout import PageShare
+from quire.distributed.layout import ALL_PAGES, PageShare
 from quire.forward_batch import ForwardBatch, LayerCache, StepTable
 from quire.kernels import gpu
 from quire.speculative_config import LEAST_LOGITS_ROWS
 from quire.worker.accelerator import Accelerator
-from quire.worker.input_batch import ALL_PAGES, ExpectedTokens, InputBatch, Padding, StagedStep, StepRows
+from quire.worker.input_batch import ExpectedTokens, InputBatch, Padding, StagedStep, StepRows
 from quire.worker.staging import ALIGNMENT, Staging
 
 # Bytes per token, bytes per row, and the number of arrays of a step: see InputBatch.stage.

@@ -19,14 +19,13 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from quire.distributed.layout import PageShare
+from quire.distributed.layout import ALL_PAGES, PageShare
 from quire.forward_batch import ForwardBatch, HostStep, LaneRows, LayerCache, StepTable
 from quire.grammar.matchers import Grammars
 from quire.sampling.batch_params import SamplingState
 from quire.schedule import MAX_FORCED_TOKENS, NewRow, RowsFailedError, ScheduledBatch
 from quire.worker.drafts import Drafts
 
-ALL_PAGES = PageShare()
 NOBODY = -1  # stands in place of an occupant if the token of the row is known
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.distributed.group import Group, Ranks
-from quire.distributed.layout import PageShare
+from quire.distributed.layout import ALL_PAGES, PageShare
 from quire.formats.kv_format import KV_FORMATS
 from quire.formats.kv_groups import DrafterLayers, KvGroup, kv_groups, page_bytes
 from quire.forward_batch import LayerCache
@@ -97,7 +97,7 @@ class PagedCache:
 
 def page_share(num_owners: int, ranks: Ranks | None) -> PageShare:
     """The part of a KV cache that this rank has, if neighbours share the cache."""
-    return PageShare() if ranks is None else PageShare.of(num_owners, ranks.grid.place(ranks.rank))
+    return ALL_PAGES if ranks is None else PageShare.of(num_owners, ranks.grid.place(ranks.rank))
 
 
 def allocate(

@@ -666,5 +666,5 @@ def _launch(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         maxnreg=shape.max_registers,
-        enable_fp_fusion=shape.range_len == 0,
+        enable_fp_fusion=shape.range_len == 0 or num_owners > 1,
     )
