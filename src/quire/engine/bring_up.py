@@ -114,7 +114,7 @@ def _check_weights(
     """Raise MemoryPlanError for weights that cannot fit, before minutes are spent on reading them.
 
     Args:
-        parts: the weights that must fit into one memory: each of these must.
+        parts: models whose weights need a memory each: of each rank with a GPU, or the whole model on a CPU.
     """
     total_bytes, _ = facts.memory_of(resolved.device.device)
     if free_memory_bytes is not None and resolved.device.device == "cpu":
