@@ -456,7 +456,7 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
 
 def _check_context(config: EngineConfig, model: ModelConfig, device: str, backend: str) -> None:
     """Raise ConfigError for settings that a divided KV cache does not support in this version."""
-    own_backend = f"Leave --attention-backend out, or unset {envs.ATTENTION_BACKEND.name}"
+    own_backend = "Leave --attention-backend out, or unset QUIRE_ATTENTION_BACKEND"
     refused = (
         (
             device == "cuda" and config.deterministic,
