@@ -86,18 +86,20 @@ class RecordedSteps:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Compute hidden_TD of a step that was padded as `size_for` says."""
         recording = self._recordings.get(_size_of(batch))
+        residual_TD = self._model.embed_step(batch)
+        if residual_TD is batch.hidden_TD:  # of a stage: layers do not read it again
+            batch = replace(batch, hidden_TD=None)
         if recording is None or not _copy_inputs(batch, recording.batch):
-            return self._record(batch)
-        recording.residual_TD.copy_(self._model.embed_step(batch))
+            return self._record(batch, residual_TD)
+        recording.residual_TD.copy_(residual_TD)
         for call in recording.calls:
             call()
         return recording.result_TD
 
-    def _record(self, batch: ForwardBatch) -> Tensor:
+    def _record(self, batch: ForwardBatch, residual_TD: Tensor) -> Tensor:
         own = _with_own_inputs(batch, self._tables_NCM)
         if own is None or not _copy_inputs(batch, own):
-            return self._model.forward(batch)
-        residual_TD = self._model.embed_step(batch)
+            return self._model.run_blocks(residual_TD, batch)
         with torch.inference_mode(False):  # later callers may write to these tensors in any mode
             residual_TD = residual_TD.clone()
         result_TD, calls = record(lambda: self._model.run_blocks(residual_TD, own), self._arena)
