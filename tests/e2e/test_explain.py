@@ -35,7 +35,7 @@ def test_the_engine_starts_with_what_was_explained(config: EngineConfig) -> None
     explanation = explain("demo", config, ServerConfig(), load_model_config(demo.path()), device)
     engine = start_engine(config, demo.path(), is_server=True, progress=lambda phase, fraction, detail: None)
     started = engine.resolved.settings
-    of_speed = set(EXPECTED)
+    of_speed = {*EXPECTED, "expected_ttft"}
     assert started.keys() - of_speed <= explanation.settings.keys()
     assert of_speed <= started.keys()
     for name, setting in started.items():

@@ -342,6 +342,25 @@ def test_a_second_round_makes_no_interval_of_running_steps_narrower(noise: float
     assert driver.cost.spread < 0.1, "running steps say more of the present than both rounds"
 
 
+def test_other_constants_make_no_interval_of_running_steps_narrower() -> None:
+    """A step of the first round was held up. Running steps between the rounds scattered more."""
+    driver, rng = CalibratedDriver(), random.Random(0)
+    calibration, done = driver.calibration(MANY_POINTS)
+    before_it = 2 * (1 + MOST_REPEATS)
+    driver.delay([1.0] * before_it + [2.0] * (1 + MOST_REPEATS) + [1.0] * 2 * SECOND_ROUND)
+    while not calibration.is_done:
+        assert calibration.step()
+    constants, load = driver.cost.fit.constants, driver.cost.arithmetic.load([4] * 4, [1] * 4, 4)
+    for _ in range(200):
+        predicted = driver.cost.predict(load).seconds
+        driver.cost.observe(load, predicted, predicted * rng.lognormvariate(0, 0.8))
+    before = driver.cost.spread
+    while calibration.step():
+        pass
+    assert driver.cost.fit.constants != constants
+    assert driver.cost.fit.spread < before == driver.cost.spread == done[-1].spread
+
+
 @pytest.mark.parametrize("slowness", [1.7, 0.6])
 def test_times_of_two_machines_are_not_mixed(slowness: float) -> None:
     """The machine changes within the first round, and stays as it is then. Before, it runs steps of requests."""

@@ -22,13 +22,15 @@ def computed(driver: Driver) -> list[int]:
     return [batch.num_tokens for batch in driver.batches]
 
 
-@pytest.mark.parametrize(("max_tokens", "last"), [(20, 20), (8192, MAX_RECORDED_TOKENS)])
-def test_each_size_once(max_tokens: int, last: int) -> None:
+@pytest.mark.parametrize(
+    ("max_tokens", "last", "full"), [(20, 20, []), (8192, MAX_RECORDED_TOKENS, []), (100, MAX_RECORDED_TOKENS, [100])]
+)
+def test_each_size_once(max_tokens: int, last: int, full: list[int]) -> None:
     driver = Driver(num_blocks=64, block_size=4, cost=cost_model())
     rehearsal = Rehearsal(driver.core, cost_model(), max_tokens)
     while rehearsal.step():
         pass
-    assert computed(driver) == list(range(1, last + 1))
+    assert computed(driver) == [*range(1, last + 1), *full]
     driver.add(request("a", range(8), 3))
     driver.run()
     driver.check_outputs()
@@ -94,3 +96,6 @@ def test_no_step_of_a_request_is_recorded_afterwards() -> None:
         engine.executor.shutdown()
     assert len(captured) >= 80
     assert not any(captured)
+    recorded = engine.executor.workers[0].runner.forward_pass.captured  # type: ignore[attr-defined]
+    sizes = {num_tokens for num_tokens, *_ in recorded._recordings}
+    assert sizes == {*range(1, MAX_RECORDED_TOKENS + 1), engine.resolved.scheduler.max_num_batched_tokens}

@@ -13,9 +13,12 @@ from tokenizers import Tokenizer
 
 import quire.demo
 from quire.engine.core import EngineCore
+from quire.engine.executor import ThreadExecutor
 from quire.kernels import cpu
 from quire.messages import AddRequest, SetLimits
 from quire.sampling_params import SamplingParams
+from quire.worker.model_runner import ModelRunner
+from quire.worker.recorded_steps import RecordedSteps
 from tests.covering import covering
 from tests.engine.harness import CHECKPOINT, Prompt, Schedule, build_core, demo_model, run
 from tests.examples import IS_FULL
@@ -104,6 +107,21 @@ def test_batch_mates(block_size: int, chunk: int, depth: int, precision: str) ->
     """All at once, with prompts and decodes in one batch."""
     core = build_core(Schedule(block_size=block_size, chunk=chunk, depth=depth), precision)
     assert run(core, prompts()) == _expected(precision)
+    core.shutdown()
+
+
+@pytest.mark.skipif(not cpu.available(), reason="plain torch is not recorded")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_with_the_whole_budget_are_recorded(depth: int) -> None:
+    """Long prompts beside each other and beside answers."""
+    asked = [Prompt((prompt.token_ids * 9)[:230], prompt.params) for prompt in brief()]
+    alone = [run(build_core(Schedule(), "bfloat16"), [prompt])[0] for prompt in asked]
+    core = build_core(Schedule(chunk=100, depth=depth, max_num_seqs=8), "bfloat16")
+    assert run(core, asked) == alone
+    runner = core.executor.workers[0] if isinstance(core.executor, ThreadExecutor) else core.executor
+    assert isinstance(runner, ModelRunner)
+    assert isinstance(recorded := runner.forward_pass.captured, RecordedSteps)
+    assert 100 in {num_tokens for num_tokens, *_ in recorded._recordings}
     core.shutdown()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import Fit
-from quire.cost.collectives import LATENCY_SECONDS, ONE_DEVICE, Gathers
+from quire.cost.collectives import LATENCY_SECONDS, NO_EXCHANGES, Gathers
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants, StepTime
 from quire.planning.request_lengths import RequestLength, RequestLengths
@@ -19,7 +19,7 @@ LENGTHS = RequestLengths("test", [RequestLength(600, 200)])
 
 
 def service(
-    room: int = 64, gathers: Gathers = ONE_DEVICE, spread: float = 0.25, lengths: RequestLengths = LENGTHS
+    room: int = 64, gathers: Gathers = NO_EXCHANGES, spread: float = 0.25, lengths: RequestLengths = LENGTHS
 ) -> Service:
     return Service(cost_model(CONSTANTS, spread), gathers, lengths, 2048, room)
 
@@ -50,12 +50,12 @@ class SurerDecodes(CostModel):
 def test_times_have_the_intervals_of_their_steps() -> None:
     """Of a request alone: the first token that of its prompt, the others that of decodes, and the rate between both."""
     cost = SurerDecodes(cost_model().arithmetic, Fit(CONSTANTS, 0.25))
-    found = Service(cost, ONE_DEVICE, LENGTHS, 2048, 64).at(1)
+    found = Service(cost, NO_EXCHANGES, LENGTHS, 2048, 64).at(1)
     assert (found.ttft.low, found.ttft.high) == pytest.approx((found.ttft.value / 2, found.ttft.value * 2))
     assert (found.itl.low, found.itl.high) == pytest.approx((found.itl.value / 1.1, found.itl.value * 1.1))
     slowest = found.ttft.value * 2 + LENGTHS.mean_output * found.itl.value * 1.1
     assert found.requests_per_second.low == pytest.approx(1 / slowest)
-    crowd = Service(cost, ONE_DEVICE, LENGTHS, 2048, 64).at(8)
+    crowd = Service(cost, NO_EXCHANGES, LENGTHS, 2048, 64).at(8)
     assert 1.1 < crowd.itl.high / crowd.itl.value < 2, "some of these steps have prompts"
 
 
@@ -92,9 +92,9 @@ def test_a_few_long_steps_with_prompts_may_take_most_of_the_time() -> None:
     """One step in six has tokens of a prompt, and takes far more than five times as long as one without."""
     fast = Constants(1e-6, 1e-9, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0)
     cost, lengths = cost_model(fast), RequestLengths("test", [RequestLength(2000, 50)])
-    alone = Service(cost, ONE_DEVICE, lengths, 2048, 64).at(1)
+    alone = Service(cost, NO_EXCHANGES, lengths, 2048, 64).at(1)
     assert (alone.ttft_bound, alone.bound) == ("arithmetic", "memory")
-    assert Service(cost, ONE_DEVICE, lengths, 2048, 64).at(8).bound == "arithmetic"
+    assert Service(cost, NO_EXCHANGES, lengths, 2048, 64).at(8).bound == "arithmetic"
 
 
 def test_steps_hold_only_so_many_prompts() -> None:
@@ -115,7 +115,7 @@ def test_the_knee_is_where_products_take_as_long_as_reads() -> None:
 def test_exchanges_over_links_are_added() -> None:
     gathers = Gathers(4, 10, 8192, 1e9)
     assert gathers.seconds(100) == pytest.approx(10 * LATENCY_SECONDS + 0.75 * 100 * 8192 / 1e9)
-    assert ONE_DEVICE.seconds(100) == 0
+    assert NO_EXCHANGES.seconds(100) == 0
     more = service(gathers=gathers).at(1)
     assert more.itl.value == pytest.approx(service().at(1).itl.value + gathers.seconds(1))
     slow = service(gathers=Gathers(4, 10, 8192, 1.0)).at(1)

@@ -16,10 +16,12 @@ from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.cost.calibrate import Fit
 from quire.kernels import extension
+from quire.measure.load import Outcome, Run
 from quire.model_config import load_model_config
 from quire.planning import devices
 from quire.planning.step_costs import calibration_file
 from quire.resolve import resolve
+from quire.simulate.run import _intervals
 from tests.cost.models import CONSTANTS
 from tests.e2e.serving import Program
 from tests.measure.test_bench_serve import DETAILS, KEYS
@@ -147,6 +149,28 @@ def test_the_interval_of_a_result_is_that_of_its_steps_and_queues(simulated: Any
     _, crowd = simulated(*SMALL, "--num-prompts", "60", "--request-rate", str(rate), "--max-num-seqs", "2")
     low, high = crowd["simulated"]["intervals"]["median_ttft_ms"]
     assert 2 * low < crowd["median_ttft_ms"] < high / 2
+
+
+def test_the_interval_of_a_first_token_counts_the_pause_before_it(simulated: Any) -> None:
+    """One request every 10 s. A step after such a pause takes 0.5 s longer."""
+    model = load_model_config(quire.demo.path())
+    device = devices.detect(extension.chosen_isa(), "none was looked for")
+    resolved = resolve(EngineConfig(device="cpu"), model, device, is_server=True)
+    calibration_file(resolved, model, device).write(Fit(CONSTANTS, 0.25, cold=0.5))
+    _, found = simulated(*SMALL, "--request-rate", "0.1", "--burstiness", "1000000")
+    median = found["median_ttft_ms"]
+    assert median > 400
+    assert found["simulated"]["intervals"]["median_ttft_ms"] == pytest.approx([median / 1.25, 1.25 * median], rel=0.01)
+
+
+def test_a_case_without_values_has_no_times() -> None:
+    """If slower steps refuse every request, no time becomes 0. An answer of one token has no time between tokens."""
+    served = Run([Outcome(10, ttft=0.25, latency=0.25, output_tokens=1, success=True)], 1.0, 0.0)
+    refused = Run([Outcome(10, error="the queue is full")], 1.0, 0.0)
+    found = _intervals([[served], [served], [refused]])
+    assert found["request_throughput"] == [0, 1]
+    assert found["mean_ttft_ms"] == found["median_e2el_ms"] == [250, 250]
+    assert "mean_itl_ms" not in found
 
 
 @pytest.mark.parametrize(

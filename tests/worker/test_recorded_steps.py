@@ -124,14 +124,15 @@ RECORDED = [pytest.param(name, marks=pytest.mark.slow if "-" in name else ()) fo
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_every_family(name: str, tmp_path: Path, num_recorded: list[int | None]) -> None:
-    """Layers of native families use only kernels and other recorded operations."""
+    """Layers of native families use only kernels and other recorded operations, also in a full step."""
     random_hf_model(CASES[name]).save_pretrained(tmp_path)
     model = load_model(load_model_config(tmp_path), torch.bfloat16)
     assert isinstance(model, Decoder)
-    replayed = steps(RecordedRun(model))
-    assert len(num_recorded) == NUM_RECORDINGS
+    full = {3: [index % 20 + 3 for index in range(MAX_RECORDED_TOKENS + 6)]}
+    runs = RecordedRun(model, full_step=len(full[3])), PagedRun(model, torch.bfloat16)
+    replayed, anew = ([*steps(run), *run.step(full).values()] for run in runs)
+    assert len(num_recorded) == NUM_RECORDINGS + 1
     assert None not in num_recorded, "more than kernels"
-    anew = steps(PagedRun(model, torch.bfloat16))
     assert all(torch.equal(a, b) for a, b in zip(replayed, anew, strict=True))
 
 

@@ -76,7 +76,7 @@ class Fit:
     def slower(self, ratio: float) -> Fit:
         """The same with steps that take `ratio` times as long."""
         slower = Constants(*(ratio * each for each in astuple(self.constants)))
-        return replace(self, constants=replace(slower, overlap=self.constants.overlap))
+        return replace(self, constants=replace(slower, overlap=self.constants.overlap), cold=ratio * self.cold)
 
 
 def points(

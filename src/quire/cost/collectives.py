@@ -32,4 +32,4 @@ class Gathers:
         return self.count * LATENCY_SECONDS + sent / self.link_bandwidth
 
 
-ONE_DEVICE = Gathers(1, 0, 0, 1.0)
+NO_EXCHANGES = Gathers(1, 0, 0, 1.0)

@@ -39,6 +39,7 @@ class Calibration:
     is repeated, so a step of the first round is compared with the same step some seconds later. If the second round
     finds steps that were held up, the constants are fitted once more at its end. Then corrections by running steps
     begin anew, because they belong to the constants before. If it was held up itself, only the interval becomes wider.
+    The interval never becomes narrower at its end.
 
     A machine may also become slower or faster for minutes, by a neighbour that shares its memory. If it did so within
     the first round, shorter times of both rounds are those of two machines. If the times of the second round alone fit
@@ -172,8 +173,10 @@ class Calibration:
         if self._was_held_up:
             self._running.clear()  # they ran in the first round, and may have been held up too
             self._first.clear()
+            spread = self._cost.spread
             self._fit()
-        if self.steps and (self._was_held_up or not self._is_second_round or self._has_widened()):
+            self._cost.widen(max(spread, self._cost.spread))
+        if self.steps and (self._was_held_up or not self._is_second_round or self._widen()):
             self._done(self._cost.corrected_fit())
         if not self._is_second_round:
             self._is_second_round = True
@@ -189,8 +192,8 @@ class Calibration:
         )
         return both > MUCH_BETTER * max(second, MIN_SPREAD)
 
-    def _has_widened(self) -> bool:
-        """Make the interval wide enough for the times of both rounds, and say whether that of the first was too narrow.
+    def _widen(self) -> bool:
+        """Make the interval wide enough for the times of both rounds -> whether that of the first was too narrow.
 
         Running steps after the first round may have made it wider still.
         """

@@ -7,11 +7,13 @@ tokens.
 
 from __future__ import annotations
 
+from collections import deque
+
 from quire.cost.model import CostModel
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError
 from quire.logs import get_logger
-from quire.schedule import MAX_RECORDED_TOKENS
+from quire.schedule import MAX_RECORDED_BUDGET, MAX_RECORDED_TOKENS
 
 logger = get_logger(__name__)
 
@@ -21,7 +23,7 @@ MAX_STEP_SECONDS = 0.2
 
 
 class Rehearsal:
-    """The sizes of one engine that have not been computed yet, from one token up.
+    """The sizes of one engine that have not been computed yet: short steps from one token up, then the full step.
 
     Args:
         cost: predicts the steps.
@@ -30,24 +32,26 @@ class Rehearsal:
 
     def __init__(self, core: EngineCore, cost: CostModel, max_tokens: int) -> None:
         self._core, self._cost = core, cost
-        self._num_tokens, self._last = 1, min(max_tokens, MAX_RECORDED_TOKENS)
+        self._sizes = deque(range(1, min(max_tokens, MAX_RECORDED_TOKENS) + 1))
+        if MAX_RECORDED_TOKENS < max_tokens <= MAX_RECORDED_BUDGET:
+            self._sizes.append(max_tokens)
 
     def step(self) -> bool:
         """Compute one step; False: nothing is left to compute, or there is no room for it now."""
-        if self._num_tokens > self._last:
+        if not self._sizes:
             return False
-        load = self._cost.arithmetic.load([0], [self._num_tokens], 1)
-        if self._cost.predict(load).seconds > MAX_STEP_SECONDS:
-            self._last = 0  # more tokens take no less
+        num_tokens = self._sizes[0]
+        if self._cost.predict(self._cost.arithmetic.load([0], [num_tokens], 1)).seconds > MAX_STEP_SECONDS:
+            self._sizes.clear()  # more tokens take no less
             return False
         try:
-            if self._core.probe([(0, self._num_tokens)]) is None:
+            if self._core.probe([(0, num_tokens)]) is None:
                 return False
         except EngineDeadError:
             raise
         except Exception as error:
             logger.warning("steps are not computed ahead: %s", error, exc_info=error)
-            self._last = 0
+            self._sizes.clear()
             return False
-        self._num_tokens += 1
+        self._sizes.popleft()
         return True

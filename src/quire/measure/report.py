@@ -300,7 +300,7 @@ def _own_lines(result: dict[str, Any]) -> list[str]:
         shares = {bound: 100 * each / sum(seconds.values()) for bound, each in seconds.items()}
         bounds = ", ".join(f"{bound} {shares[bound]:.0f}" for bound in sorted(shares, key=shares.__getitem__)[::-1])
         lines.append(f"{'Time of steps, by what binds them (%):':<40} {bounds or 'no step'}")
-        lines.append("If all steps are at the same end of their interval")
+        lines.append("At the ends of these intervals all steps are at the same end of theirs:")
         lines += [f"{key:<40} {low:.2f} to {high:.2f}" for key, (low, high) in simulated["intervals"].items()]
         lines.append(f"simulated, no model was loaded; step times: {simulated['step_times']}")
     return lines + [f"warning: {text}" for text in warnings(result)]

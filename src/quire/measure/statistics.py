@@ -20,13 +20,15 @@ NUM_RESAMPLES = 200
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers of one metric, in seconds.
+    """The numbers of one metric, in seconds. Without values they are 0.
 
     Args:
+        num_values: values that the numbers come from.
         intervals: the confidence intervals of "mean", "median" and "pXX", if `has_interval` is true for the percentile.
             It is empty with fewer than 10 values, because these do not show their spread.
     """
 
+    num_values: int
     mean: float
     median: float
     std: float
@@ -44,9 +46,10 @@ def summarize(values: Sequence[float], percentiles: Sequence[float], *, block: i
         block: the least length of a block.
     """
     if not values:
-        return Summary(0.0, 0.0, 0.0, dict.fromkeys(percentiles, 0.0), {})
+        return Summary(0, 0.0, 0.0, 0.0, dict.fromkeys(percentiles, 0.0), {})
     array = np.asarray(values)
     found = Summary(
+        len(array),
         float(array.mean()),
         float(np.median(array)),
         float(array.std()),

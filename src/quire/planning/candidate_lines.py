@@ -118,7 +118,7 @@ class RankedPlan:
         )
         if num_hidden:
             yield f"{num_hidden} more rows, other formats of the KV cache among them: --json."
-        yield "tokens/s" + " and per M" * has_price + ": within the same factor as requests/s."
+        yield "tokens/s" + " and per M" * has_price + " lie within the same factor as requests/s."
         if has_price:
             yield "per M: the price of a million tokens of answers, if there are always enough requests."
 
@@ -161,7 +161,8 @@ class RankedPlan:
             ],
         )
         bounds = " or ".join(dict.fromkeys(point.ttft_bound for _, point in named))
-        yield f"First tokens are bound by {bounds}. Nine of ten measurements should lie in intervals."
+        yield f"First tokens are bound by {bounds}."
+        yield "At least nine of ten measurements should lie in their intervals."
         yield f"Speeds are {best.origin}."
         yield ""
 

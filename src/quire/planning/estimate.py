@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Estimate(NamedTuple):
-    """A prediction. Nine of ten measurements should lie between `low` and `high`."""
+    """A prediction. At least nine of ten measurements should lie between `low` and `high`."""
 
     value: float
     low: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire.cost.collectives import ONE_DEVICE
+from quire.cost.collectives import NO_EXCHANGES
 from quire.cost.model import CostModel
 from quire.metrics.stopwatch import busy_machine
 from quire.planning.request_lengths import RequestLength, RequestLengths
@@ -38,7 +38,7 @@ def expectation(resolved: Resolved, cost: CostModel, origin: str, waited: float)
         )
     prompt = max(min(EXPECTED_PROMPT, resolved.model.max_model_len - 1), 1)
     lengths = RequestLengths("one", [RequestLength(prompt, 1)])
-    alone = Service(cost, ONE_DEVICE, lengths, limits.max_num_batched_tokens, 1).at(1)
+    alone = Service(cost, NO_EXCHANGES, lengths, limits.max_num_batched_tokens, 1).at(1)
     record.put(
         "expected_ttft",
         float(f"{alone.ttft.value:.3g}"),

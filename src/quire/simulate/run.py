@@ -122,15 +122,20 @@ def simulate(
 
 
 def _intervals(cases: Sequence[Sequence[Run]]) -> dict[str, list[float]]:
-    """The least and the greatest rates and times of several cases, under their keys in the result."""
-    found = []
+    """The least and the greatest rates and times of several cases, under their keys in the result.
+
+    A case in which nothing was timed has no times: it refused all requests, or their answers are single tokens.
+    """
+    found: dict[str, list[float]] = {}
     for runs in cases:
         metrics = measure(runs, [], {})
         numbers = {name: metrics.rates[name] for name in RATES}
         for name, times in metrics.times.items():
-            numbers |= {f"mean_{name}_ms": 1000 * times.mean, f"median_{name}_ms": 1000 * times.median}
-        found.append(numbers)
-    return {name: [min(each[name] for each in found), max(each[name] for each in found)] for name in found[0]}
+            if times.num_values:
+                numbers |= {f"mean_{name}_ms": 1000 * times.mean, f"median_{name}_ms": 1000 * times.median}
+        for name, number in numbers.items():
+            found.setdefault(name, []).append(number)
+    return {name: [min(numbers), max(numbers)] for name, numbers in found.items()}
 
 
 def _said_of(resolved: Planned, known: KnownCost, totals: Totals) -> dict[str, Any]:

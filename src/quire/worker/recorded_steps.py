@@ -54,7 +54,8 @@ class RecordedSteps:
     Block tables of all recordings are in one memory, with room for the longest. So contexts may grow.
 
     Args:
-        full_step: the tokens of a step with the whole token budget.
+        full_step: the tokens of a step with the whole token budget at the start. If the budget changes while serving,
+            full steps are run as written.
     """
 
     def __init__(self, model: Decoder, inputs: InputBatch, caches: list[LayerCache], full_step: int) -> None:
@@ -72,8 +73,9 @@ class RecordedSteps:
     def size_for(self, step: StepRows) -> Padding | None:
         """See CapturedSteps."""
         num_tokens, num_rows = int(step.lens_S.sum()), len(step.lens_S)
-        has_size = num_tokens <= MAX_RECORDED_TOKENS or num_tokens == self._full_step
-        if not self._is_possible or not has_size or num_rows > MAX_RECORDED_TOKENS:
+        # With lanes there are too many ways to divide the tokens of a full step.
+        is_full = num_tokens == self._full_step and num_rows <= MAX_RECORDED_TOKENS and not step.lane_tokens
+        if not self._is_possible or not (num_tokens <= MAX_RECORDED_TOKENS or is_full):
             return None
         return Padding(num_tokens, min(num_tokens, MAX_RECORDED_TOKENS), step.adapter_slots_S is not None)
 
