@@ -39,7 +39,6 @@ class Request:
     adapter: str | None = None  # AdapterFacts.digest: only requests with the same adapter share KV
     rope_offset: int = 0  # see NewRow; only requests with the same offset share KV
     fork_of: str | None = None  # request_id that shares its prompt blocks once they are computed (n > 1)
-    has_forks: bool = False  # other requests may share its prompt blocks
     is_retry: bool = False  # other engines have lost it, and this one has not begun it
     wants_vector: bool = False  # a vector of the prompt instead of tokens
     lane: int | None = None  # the lane that computes it; None: the lane with the least work

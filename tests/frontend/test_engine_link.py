@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import stat
 import subprocess
@@ -70,6 +71,21 @@ for number in range(10):
     os.wait()
 """
 
+# It leaves what has come unread. So its end is a reset, at which its system drops what has not arrived.
+DYING_FAR_AWAY = """
+import os, select, signal, sys
+from quire.engine.server_link import TcpLink
+from quire.messages import ServerAddress
+class Deaf(TcpLink):
+    def _read(self):
+        pass
+link = Deaf(ServerAddress(sys.argv[1], int(sys.argv[2])), lambda: None)
+select.select([link._peer], [], [])
+link.send(bytes(40 << 20))
+link.deliver(b"the last words")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 
 async def test_what_is_delivered_outlives_the_process(tmp_path: Path) -> None:
     sockets = UnixSockets(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
@@ -83,6 +99,22 @@ async def test_what_is_delivered_outlives_the_process(tmp_path: Path) -> None:
             frames.append(await front.receive())
     front.close()
     assert sorted(frames) == [b"%d" % number for number in range(10)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what has arrived")
+@pytest.mark.parametrize("ends", ["tcp"], indirect=True)
+async def test_what_is_delivered_to_another_machine_outlives_the_process(ends: Ends) -> None:
+    assert ends.server is not None
+    ends.front.send(b"unread")
+    words = [sys.executable, "-c", DYING_FAR_AWAY, ends.server.address, str(ends.server.port)]
+    running = asyncio.ensure_future(asyncio.to_thread(subprocess.run, words, timeout=60))
+    frames = []
+    with suppress(LinkEndedError):
+        while True:
+            frames.append(await ends.front.receive())
+    ends.front.close()
+    assert (await running).returncode == -signal.SIGKILL
+    assert [len(frame) for frame in frames] == [40 << 20, len(b"the last words")]
 
 
 async def test_what_has_come_is_received_behind_the_end(ends: Ends) -> None:

@@ -246,6 +246,8 @@ class Driver:
         assert scheduler._running == sorted(running, key=scheduler._key), "running requests are out of order"
         assert scheduler.num_waiting == len(self.live()) - len(running)
         assert len(scheduler._queue) + len(scheduler._deferred) == scheduler.num_waiting
+        forks = [r for forks in scheduler._forks.values() for r in forks]
+        assert sorted(forks, key=id) == sorted((r for r in self.live() if r.fork_of is not None), key=id)
         if self.shelf is not None:
             counts = Counter(r.adapter for r in running if r.adapter is not None)
             assert scheduler.adapters._running == counts, "running requests of adapters are miscounted"

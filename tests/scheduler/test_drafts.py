@@ -458,6 +458,11 @@ def test_a_drafter_that_never_forgets_costs_bounded_memory() -> None:
         speculation.forget(f"r{index}")
     assert len(speculation._stopped) == len(speculation._unforgotten) == MOST_UNFORGOTTEN
     assert f"r{3 * MOST_UNFORGOTTEN - 1}" in speculation._stopped
+    oldest, second = list(speculation._unforgotten)[:2]
+    speculation.forget(oldest)
+    speculation.forget("another")
+    assert oldest in speculation._stopped, "it has failed again, so it is not the oldest any more"
+    assert second not in speculation._stopped
 
 
 class Eager(Guesser):

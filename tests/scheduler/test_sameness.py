@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from quire.messages import AddRequest, unpack
 from quire.sampling_params import SamplingParams
 from tests.scheduler.driver import Driver, request
+from tests.scheduler.test_stateful import group
 
 SIZE = 4  # block size
 CHUNKS = [1, 7, SIZE - 1, SIZE, SIZE + 1, 64]
@@ -224,22 +227,59 @@ def test_forks_find_a_prompt_whose_first_continuation_has_ended(depth: int, opti
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize(("max_num_seqs", "num_prompts"), [(16, 1), (8, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_prompts", "num_steps", "num_overlapping_steps"), [(16, 1, 2, 3), (8, 2, 3, 4), (4, 3, 5, 6)]
+)
 def test_continuations_of_one_token_share_their_prompt(
-    max_num_seqs: int, num_prompts: int, depth: int, enable_prefix_caching: bool
+    max_num_seqs: int,
+    num_prompts: int,
+    num_steps: int,
+    num_overlapping_steps: int,
+    depth: int,
+    enable_prefix_caching: bool,
 ) -> None:
-    """They end in their first step. Those that have no place in it share the prompt of one of them."""
+    """They end in their first step. Those that have no place in it share the prompt of one of them.
+
+    The last of nine has nobody to share with, so it does not wait. If steps overlap, the last token of the first one is
+    a step of its own, and later ones find a continuation that runs.
+    """
     driver = Driver(depth=depth, max_num_seqs=max_num_seqs, enable_prefix_caching=enable_prefix_caching)
     params = SamplingParams(n=9, seed=7, max_tokens=1, temperature=1.0)
     messages = [
         AddRequest(f"r{i}", prompt(23), params.continuation(i), 1, fork_of="r0" if i else None) for i in range(9)
     ]
     driver.run_all(*messages)
-    num_computed = sum(batch.num_tokens for batch in driver.batches)
-    assert num_computed <= num_prompts * 23 + (9 - num_prompts)
-    if max_num_seqs > 9:
-        assert num_computed == 23 + 8
-        assert len(driver.batches) <= 3
+    if depth > 1:
+        num_prompts, num_steps = 1, num_overlapping_steps
+    num_read = 20 * (num_prompts - 1) if enable_prefix_caching else 0
+    assert sum(batch.num_tokens for batch in driver.batches) == num_prompts * 23 - num_read + (9 - num_prompts)
+    assert len(driver.batches) == num_steps
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("of_all", "arguments", "num_steps"),
+    [
+        ({}, {"enable_chunked_prefill": False}, 2),
+        ({}, {"max_num_seqs": 1}, 3),
+        ({}, {"groups": [group("state"), group("full")]}, 1),
+        ({"prompt_logprobs": 1}, {}, 1),
+    ],
+    ids=["whole prompts", "one place", "state", "prompt logprobs"],
+)
+def test_a_continuation_of_one_token_waits_for_nobody_that_cannot_share(
+    of_all: dict[str, Any], arguments: dict[str, Any], num_steps: int, depth: int
+) -> None:
+    """Its prompt is one piece. Each continuation computes it. Prompts in one piece wait for the first one, because its
+    prompt may be cached then.
+    """
+    driver = Driver(depth=depth, max_num_batched_tokens=80, enable_prefix_caching=False, **arguments)
+    messages = [
+        request(f"r{i}", prompt(23), max_tokens=1, seed=i, fork_of="r0" if i else None, **of_all) for i in range(3)
+    ]
+    driver.run_all(*messages)
+    assert [count for batch in driver.batches for count in batch.num_scheduled_tokens] == [23] * 3
+    assert len(driver.batches) == num_steps
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -7,10 +7,13 @@ nor signed. So these machines need a network of their own.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hmac
 import secrets
 import socket
 import struct
+import sys
+import termios
 import time
 from contextlib import suppress
 from ipaddress import ip_address
@@ -27,6 +30,7 @@ MOST_MESSAGE_BYTES = 1 << 30  # the largest message between a server and an engi
 NONCE_BYTES = 32
 # A lost machine sends nothing. After this number of seconds without an answer, the system reports it.
 LOST_SECONDS = 5
+_COUNT = struct.Struct("i")
 _LENGTH = struct.Struct(">Q")
 HEADER_BYTES = _LENGTH.size  # each frame begins with its length
 
@@ -147,6 +151,14 @@ def send(peer: socket.socket, frame: bytes | memoryview) -> None:
     """Send one frame. Raises OSError."""
     peer.sendall(header(frame))
     peer.sendall(frame)
+
+
+def num_unacknowledged(peer: socket.socket) -> int:
+    """The number of sent bytes that the peer's system has not acknowledged. Only Linux knows it; 0 on others."""
+    if sys.platform != "linux":
+        return 0
+    count: int = _COUNT.unpack(fcntl.ioctl(peer, termios.TIOCOUTQ, bytes(_COUNT.size)))[0]  # SIOCOUTQ of tcp(7)
+    return count
 
 
 def header(frame: bytes | memoryview) -> bytes:

@@ -154,7 +154,8 @@ def least_facts(facts: Sequence[DeviceFacts], names: Sequence[str]) -> DeviceFac
                 "Two ranks have the same GPU",
                 value=f"{owners[uuid]}; {name}: {uuid}",
                 expected=f"a GPU of its own for each of {len(facts)} ranks",
-                fix="Give each process its own GPU in CUDA_VISIBLE_DEVICES, or all of them the same list of all GPUs",
+                fix="Give each process its own GPU in CUDA_VISIBLE_DEVICES, or all of them the same list of all GPUs, "
+                "or lower --tensor-parallel-size or --pipeline-parallel-size",
                 param="tensor_parallel_size",
             )
     kinds = {

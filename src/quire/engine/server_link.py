@@ -17,6 +17,7 @@ from quire.logs import get_logger
 from quire.messages import ServerAddress, UnixSockets
 
 LINGER_SECONDS = 2.0  # the time in which the last messages are sent
+LOOK_SECONDS = 0.0005  # the time between two checks whether a frame has arrived
 CONNECT_SECONDS = 30.0  # the server listens before it starts an engine
 
 logger = get_logger(__name__)
@@ -44,7 +45,8 @@ class ServerLink(Protocol):
     def deliver(self, frame: bytes) -> None:
         """Like `send`, but when it returns, the frame has left: it arrives even if this process ends at once.
 
-        It may overtake frames that were sent before.
+        It may overtake frames that were sent before. A server that takes nothing for two seconds, because it is stopped
+        or the network is slow, is not waited for any longer.
         """
         ...
 
@@ -153,7 +155,12 @@ class TcpLink:
         with self._sending, suppress(OSError):  # the thread that reads notices the end
             wire.send(self._peer, frame)
 
-    deliver = send
+    def deliver(self, frame: bytes) -> None:
+        self.send(frame)
+        until = time.monotonic() + LINGER_SECONDS
+        # If this process ends and has not read everything, its system resets the connection, and drops what is left.
+        while wire.num_unacknowledged(self._peer) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
 
     @contextmanager
     def beats(self) -> Iterator[Callable[[bytes], None]]:

@@ -139,6 +139,11 @@ class KVCacheManager:
         """The number of blocks of tokens for which there are free pages. A block needs a page for each block table."""
         return self.pool.num_free_blocks // self._width
 
+    @property
+    def can_fork(self) -> bool:
+        """Whether a fork can begin behind a part of its parent's tokens. A state is only that of all tokens so far."""
+        return not self._has_state
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -219,13 +224,13 @@ class KVCacheManager:
     def fork_prefix(self, parent: Request) -> Prefix | None:
         """The prefix that a fork shares with a parent whose prompt is computed: all tokens but the last one.
 
-        The fork computes the last token itself, to get its logits. None: the parent has given back blocks that the fork
-        would read.
+        The fork computes the last token itself, to get its logits. `can_fork` must hold. None: the parent has given
+        back blocks that the fork would read.
         """
         num_tokens = parent.num_prompt_tokens - 1
         num_full_blocks, rest = divmod(num_tokens, self.block_size)
         table = self._tables[parent.request_id]
-        if self._has_state or not self._holds(table, num_tokens):
+        if not self._holds(table, num_tokens):
             return None
         width = self._width
         pages = table.pages[: num_full_blocks * width]

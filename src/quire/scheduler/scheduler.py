@@ -124,6 +124,7 @@ class Scheduler:
         self._queue = WaitingQueue(policy)
         self._running: list[Request] = []  # in the order of service: the last request is the first to be preempted
         self._requests: dict[str, Request] = {}  # all requests that are not finished
+        self._forks: dict[str, set[Request]] = {}  # those that share a prompt, by the id of its first continuation
         # Requests outside of the queue, each with a function that says whether it may join. They hold up nobody.
         self._deferred: dict[Request, Callable[[], bool]] = {}
         self._in_flight: dict[int, _Step] = {}  # by step_id, oldest first
@@ -228,9 +229,7 @@ class Scheduler:
         self._num_added += 1
         self._requests[request.request_id] = request
         if request.fork_of is not None:
-            request.has_forks = True  # it may take the place of the first continuation
-            if (parent := self._requests.get(request.fork_of)) is not None:
-                parent.has_forks = True
+            self._forks.setdefault(request.fork_of, set()).add(request)
         self.adapters.wait(request)
         if request.adapter is not None:
             is_ready = is_ready or partial(self.adapters.may_run, request)
@@ -641,7 +640,7 @@ class Scheduler:
         """
         batch, table = step.batch, self.kv.table(request)
         count = min(count, table.num_tokens - request.num_computed_tokens, self.kv.step_tokens)
-        if count > 1 and _ends_before_forks(request, request.num_computed_tokens + count):
+        if count > 1 and self._ends_before_forks(request, request.num_computed_tokens + count):
             count -= 1
         batch.request_ids.append(request.request_id)
         batch.num_computed_tokens.append(request.num_computed_tokens)
@@ -703,16 +702,35 @@ class Scheduler:
     def _parent(self, request: Request) -> Request | None:
         """The running request that shares the KV of its prompt with this fork; None: there is none.
 
-        It is the first continuation. If that one does not run (any more), it is another one of the same prompt.
+        It is the first continuation. If that one does not run (any more), it is another one of the same prompt, unless
+        that one ends with its prompt, which it computes in one piece.
         """
         self._choose_rope(request)
-        if request.fork_of is None or request.sampling_params.prompt_logprobs is not None:
+        if request.fork_of is None:
             return None
         parent = self._requests.get(request.fork_of)
         if parent is None or parent.status is not RUNNING:
+            if request.max_tokens == 1 and not self._enable_chunked_prefill:
+                return None
             others = (other for other in self._running if other.status is RUNNING)
             parent = next((other for other in others if other.fork_of == request.fork_of), None)
-        return parent if parent is not None and share_prompt(parent, request) else None
+        return parent if parent is not None and self._may_share(parent, request) else None
+
+    def _may_share(self, parent: Request, fork: Request) -> bool:
+        """Whether a fork shares the KV of this parent's prompt. For prompt logprobs, it computes the prompt itself."""
+        is_anew = fork.sampling_params.prompt_logprobs is not None
+        return self.kv.can_fork and not is_anew and share_prompt(parent, fork)
+
+    def _ends_before_forks(self, request: Request, end: int) -> bool:
+        """Whether a request that computes the tokens before `end` would end before forks can share its blocks.
+
+        Then its last token waits for a later step. Forks can begin as soon as the tokens before it are computed.
+        """
+        if request.max_tokens > 1 or end != request.num_prompt_tokens or not self._enable_chunked_prefill:
+            return False
+        forks = self._forks.get(request.fork_of or request.request_id, ())
+        has_place = len(self._running) < self.limits.max_num_seqs
+        return has_place and any(fork.status is not RUNNING and self._may_share(request, fork) for fork in forks)
 
     def _cached_prefix(self, request: Request) -> Prefix:
         """The prefix of a request in the prefix cache. It is empty if the request must not read the cache.
@@ -843,6 +861,11 @@ class Scheduler:
         request.finish_reason = reason
         request.error, request.error_code = error, error_code
         del self._requests[request.request_id]
+        if request.fork_of is not None:
+            forks = self._forks[request.fork_of]
+            forks.remove(request)
+            if not forks:
+                del self._forks[request.fork_of]
         self._prompt_logprobs.drop(request)
         self.speculation.forget(request.request_id)
 
@@ -883,11 +906,3 @@ def _is_prompt_settled(parent: Request) -> bool:
     A fork computes the last token of the prompt itself.
     """
     return parent.status is not RUNNING or parent.num_settled_tokens >= parent.num_prompt_tokens - 1
-
-
-def _ends_before_forks(request: Request, end: int) -> bool:
-    """Whether a request that computes the tokens before `end` would end before its forks can share its blocks.
-
-    Its last token waits for the next step, in which forks can begin.
-    """
-    return request.has_forks and request.max_tokens == 1 and end == request.num_prompt_tokens

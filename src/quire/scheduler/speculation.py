@@ -216,9 +216,9 @@ class Speculation:
         """
         self._stopped.discard(request_id)
         self._errors.pop(request_id, None)
+        self._unforgotten.pop(request_id, None)  # if it fails again, it is the newest one
         try:
             self._proposer.forget(request_id)
-            self._unforgotten.pop(request_id, None)
         except Exception as error:  # nobody needs the drafter: the engine goes on
             self._stopped.add(request_id)
             self._unforgotten[request_id] = None
