@@ -36,8 +36,11 @@ $(VENV)/.installed-%: pyproject.toml $(STAMP)
 TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 
+# Tests allocate and free the same megabytes again and again. The heap of glibc keeps them, so pages are not cleared anew.
+HEAP := MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=16777216
+
 test: $(VENV)/.installed-test  ## what CI runs
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(HEAP) $(PYTEST) -m "not slow" $(ARGS)
 
 NODE_PACKAGES := tests/clients/ai_sdk/node_modules tests/e2e/azure_store/node_modules
 
