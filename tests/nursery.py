@@ -64,6 +64,12 @@ _Popen, _INTERPRETER = subprocess.Popen, sys.executable  # whatever tests put in
 _is_ordering = threading.RLock()
 
 
+def words_of(module: str) -> tuple[str, str]:
+    """The words after `python -P` that run a module of the tests. With -P, `-m` does not look in the working folder."""
+    run = f"runpy.run_module({module!r}, run_name='__main__')"
+    return "-c", f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); {run}"
+
+
 class Order(TypedDict):
     """The descriptors come beside it, in the order of `numbers`."""
 

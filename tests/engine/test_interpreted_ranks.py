@@ -27,6 +27,7 @@ from tests.engine.ranks import started
 from tests.engine.test_gpu_kernels import requests
 from tests.engine.test_rank_processes import in_processes
 from tests.models.tiny_models import SIZES
+from tests.nursery import words_of
 
 pytestmark = [
     pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels"),
@@ -103,7 +104,7 @@ def test_two_ranks_on_gpus(
     engine.core.shutdown()
     assert len({token for tokens in expected for token in tokens}) > 3, "the weights hardly matter"
     file, kernels = tmp_path / "kernels", Kernels()
-    monkeypatch.setattr(rank_spawn, "PROGRAM", ("-m", "tests.engine.interpreted_gpus", str(file)))
+    monkeypatch.setattr(rank_spawn, "PROGRAM", (*words_of("tests.engine.interpreted_gpus"), str(file)))
     use_them(kernels, monkeypatch.setattr)
     engine = in_processes(folder, tensor_parallel_size=2, device="cuda", **LIMITS | sharing)
     try:

@@ -37,6 +37,7 @@ from tests.engine.harness import EOS, Prompt, run, two_layers
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_ranks import answers
+from tests.nursery import words_of
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -323,7 +324,7 @@ def test_a_device_that_fails_behind_its_host_is_told(
     """Nobody waits for the answers of a rank that does not sample, so the rank says it without being asked: while the
     device of the first rank waits for its device, between steps, or after the last step.
     """
-    program = ("-m", "tests.engine.queued_gpus", where, str(number))
+    program = (*words_of("tests.engine.queued_gpus"), where, str(number))
     monkeypatch.setattr(rank_spawn, "PROGRAM", program)
     queued_gpus.use_them(monkeypatch.setattr)
     limits = {"cudagraph_capture_sizes": (1, 2), "distributed_timeout_seconds": 120}
