@@ -7,6 +7,7 @@ Dimensions: T tokens, H query heads, E head dim, V value dim, S sequences, M blo
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,6 @@ from torch import Tensor
 from quire.forward_batch import LayerCache
 from quire.kernels import gpu, reference
 from quire.kernels.layer_rules import AttentionRule
-
-LOG2_E = 1.4426950408889634
 
 
 class Partials(NamedTuple):
@@ -73,7 +72,7 @@ def join_partials(partials: Partials, sinks_H: Tensor | None, dtype: torch.dtype
     """
     maximum_TH, sinks = partials.maxima_TH.amax(0), None
     if sinks_H is not None:
-        sinks = sinks_H.float() * LOG2_E
+        sinks = sinks_H.float() * math.log2(math.e)
         maximum_TH = torch.maximum(maximum_TH, sinks)
     weights_NTH = torch.exp2(partials.maxima_TH - maximum_TH)
     total_TH = (weights_NTH * partials.sums_TH).sum(0)

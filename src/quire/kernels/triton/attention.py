@@ -601,9 +601,14 @@ def partial_attention(
     is_wgmma = has_wgmma(q_THE.device) and not is_float32
     shape = choose_fixed_shape(T, S, H // G, G, E, block_tables_SM.shape[1] * P, is_wgmma, is_float32)
     shape = replace(shape, segments=1, range_len=P)
-    outputs: dict[str, Any] = {"out_ptr": out.values_THV, "max_ptr": out.maxima_TH, "sum_ptr": out.sums_TH}
-    outputs |= {**strides("th", out=out.values_THV), "sinks_ptr": None}
+    outputs = partial_outputs(out) | {"sinks_ptr": None}
     _launch(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, shape, outputs, num_owners, owner)
+
+
+def partial_outputs(out: Partials) -> dict[str, Any]:
+    """The arguments of a kernel for a partial result, by name. See Segments for those of a whole one."""
+    pointers = {"out_ptr": out.values_THV, "max_ptr": out.maxima_TH, "sum_ptr": out.sums_TH}
+    return {**pointers, **strides("th", out=out.values_THV)}
 
 
 def _launch(

@@ -282,8 +282,7 @@ def partial_latent_attention(
     owner: int,
 ) -> None:
     """See kernels.partial_attention. Raises ValueError like `latent_attention`."""
-    outputs: dict[str, Any] = {"out_ptr": out.values_THV, "max_ptr": out.maxima_TH, "sum_ptr": out.sums_TH}
-    outputs |= strides("th", out=out.values_THV)
+    outputs = attention.partial_outputs(out)
     sizes = {"RANGE": cache.k_BGPE.shape[2], "SEGMENTS": 1, "OWNERS": num_owners, "OWNER": owner}
     _launch(q_THL, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, outputs, sizes)
 
