@@ -99,10 +99,10 @@ class Correction:
         self._following: dict[tuple[int, int], float] = {}
         self._sizes = {size: _Size(math.log(each)) for size, each in factors.items()}
         self._factors: dict[int, float] = {}  # size -> factor, for every size that was asked for
-        self.widen(spread)
+        self.set_spread(spread)
         self.num_steps = 0
 
-    def widen(self, spread: float) -> None:
+    def set_spread(self, spread: float) -> None:
         """Take this spread, until further steps change it."""
         self._variance = (math.log1p(spread) / SPREAD_QUANTILE) ** 2
         self.spread = spread

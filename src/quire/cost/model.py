@@ -52,8 +52,8 @@ class CostModel:
             self._overhead = OverheadCorrection(fit.overhead)
 
     def widen(self, spread: float) -> None:
-        """Give predictions this spread, until running steps change it."""
-        self._correction.widen(spread)
+        """Give predictions at least this spread, until running steps change it."""
+        self._correction.set_spread(max(spread, self.spread))
 
     @property
     def num_corrections(self) -> int:

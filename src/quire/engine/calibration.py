@@ -175,7 +175,7 @@ class Calibration:
             self._first.clear()
             spread = self._cost.spread
             self._fit()
-            self._cost.widen(max(spread, self._cost.spread))
+            self._cost.widen(spread)
         if self.steps and (self._was_held_up or not self._is_second_round or self._widen()):
             self._done(self._cost.corrected_fit())
         if not self._is_second_round:
@@ -199,7 +199,7 @@ class Calibration:
         """
         spread = self._fitted().spread
         if is_wider := spread > MUCH_WIDER * max(self._cost.fit.spread, MIN_SPREAD):
-            self._cost.widen(max(spread, self._cost.spread))
+            self._cost.widen(spread)
         return is_wider
 
     def _context(self) -> int:
