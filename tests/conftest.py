@@ -65,6 +65,16 @@ def has_slow(value: object) -> bool:
     return isinstance(value, ParameterSet) and any(mark.name == "slow" for mark in value.marks)
 
 
+# They wait for processes, for limits of time and for the network. Where several processes run tests, the first one begins
+# with them, and the others compute meanwhile. In the order of folders, all processes waited at the same time.
+WAITING = ("tests/e2e/", "tests/install/", "tests/engine/test_slow_ranks.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if IS_ONE_OF_SEVERAL:
+        items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
+
+
 gc.disable()  # until all tests are collected: collecting them makes no garbage
 
 
@@ -73,6 +83,7 @@ def pytest_collection_finish() -> None:
 
     Every capture of graphs collects garbage and asks for this number.
     """
+    gc.set_threshold(10_000, 10, 10)  # a test ends before more garbage than that matters
     gc.enable()
     gc.freeze()
     gc.get_freeze_count = cache(gc.get_freeze_count)

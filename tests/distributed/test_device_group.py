@@ -118,7 +118,7 @@ def test_a_transport_that_comes_after_a_failure_is_ended() -> None:
 
     found = together(ranks, lambda each: on_devices(each, Late()))
     assert [type(error) for error in found] == [GroupError, GroupError]
-    assert [transport._is_aborted.is_set() for transport in made] == [True, True]
+    assert [transport._aborted.done() for transport in made] == [True, True]
 
 
 def test_the_file_of_a_meeting_stays() -> None:
