@@ -67,7 +67,22 @@ def has_slow(value: object) -> bool:
 
 # They wait for processes, for limits of time and for the network. Where several processes run tests, the first one begins
 # with them, and the others compute meanwhile. In the order of folders, all processes waited at the same time.
-WAITING = ("tests/e2e/", "tests/install/", "tests/engine/test_slow_ranks.py")
+WAITING = (
+    "tests/distributed/test_shared_memory.py",
+    "tests/distributed/test_whereabouts.py",
+    "tests/e2e/",
+    "tests/engine/test_leaving_ranks.py",
+    "tests/engine/test_nodes.py",
+    "tests/engine/test_slow_ranks.py",
+    "tests/frontend/test_client.py",
+    "tests/frontend/test_grammar_pool.py",
+    "tests/frontend/test_supervisor.py",
+    "tests/install/",
+    "tests/loader/test_object_store.py",
+    "tests/measure/test_peer_scripts.py",
+    "tests/server/test_drain.py",
+    "tests/server/test_overload.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+LEFT_OUT = (
+    "QUIRE_CACHE_DIR",
+    "PYTEST_XDIST_WORKER",
+)  # one of several processes imports the kernels, and torch with them
 
 
 def imported(environment: dict[str, str]) -> Path:
@@ -15,7 +19,7 @@ def imported(environment: dict[str, str]) -> Path:
     done = subprocess.run(
         [sys.executable, "-c", "import os, tests.conftest; print(os.environ['QUIRE_CACHE_DIR'])"],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "QUIRE_CACHE_DIR"} | environment,
+        env={name: value for name, value in os.environ.items() if name not in LEFT_OUT} | environment,
         capture_output=True,
         text=True,
         check=True,

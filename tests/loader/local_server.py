@@ -39,7 +39,9 @@ class LocalServer(ThreadingHTTPServer):
 
     def get_request(self) -> tuple[Any, Any]:
         connection, address = super().get_request()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)  # else a body waits 40 ms behind its headers
+        connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, True
+        )  # else a body waits 40 ms behind its headers
         if self._tls:  # shakes hands when its thread reads
             connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, address
