@@ -19,7 +19,7 @@ from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, settings
 
 from quire.planning import devices
-from tests import one_parser  # noqa: F401 (what it does)
+from tests import one_parser, root_logs  # noqa: F401 (what they do)
 from tests.examples import IS_FULL, examples
 
 # Torch's threads spin while they wait for each other. With several threads on a busy machine, the many small operations
@@ -65,23 +65,22 @@ def has_slow(value: object) -> bool:
     return isinstance(value, ParameterSet) and any(mark.name == "slow" for mark in value.marks)
 
 
-# They wait for processes, for limits of time and for the network. Where several processes run tests, the first one begins
-# with them, and the others compute meanwhile. In the order of folders, all processes waited at the same time.
-WAITING = (
-    "tests/distributed/test_shared_memory.py",
-    "tests/distributed/test_whereabouts.py",
-    "tests/e2e/",
-    "tests/engine/test_leaving_ranks.py",
-    "tests/engine/test_nodes.py",
-    "tests/engine/test_slow_ranks.py",
-    "tests/frontend/test_client.py",
-    "tests/frontend/test_grammar_pool.py",
-    "tests/frontend/test_supervisor.py",
-    "tests/install/",
-    "tests/loader/test_object_store.py",
-    "tests/measure/test_peer_scripts.py",
-    "tests/server/test_drain.py",
-    "tests/server/test_overload.py",
+# They wait for processes, for limits of time and for the network. Where several processes run tests, the first one
+# begins with them, and the others compute meanwhile. In the order of folders, all processes waited at the same time.
+WAITING = tuple(
+    f"tests/{folder}/test_{name}.py"
+    for folder, names in {
+        "distributed": "shared_memory whereabouts",
+        "e2e": "adapters async_llm chat first_screen listen metrics ray_replicas recovery replicas serve serve_errors "
+        "spawn tracing",
+        "engine": "leaving_ranks nodes slow_ranks",
+        "frontend": "client grammar_pool supervisor",
+        "install": "install requirements",
+        "loader": "object_store",
+        "measure": "peer_scripts",
+        "server": "drain overload",
+    }.items()
+    for name in names.split()
 )
 
 

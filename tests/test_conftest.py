@@ -1,4 +1,4 @@
-"""The folder for files that engines keep for later starts, in a run of tests."""
+"""The folder for files that engines keep for later starts, in a run of tests, and the files that begin."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.conftest import WAITING
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = (
@@ -36,3 +38,7 @@ def test_a_process_removes_no_folder_that_it_was_given(tmp_path: Path) -> None:
 
 def test_its_own_folder_goes_with_it() -> None:
     assert not imported({}).exists()
+
+
+def test_files_that_wait_are_there() -> None:
+    assert not [name for name in WAITING if not (ROOT / name).exists()]
