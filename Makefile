@@ -32,7 +32,8 @@ $(VENV)/.installed-%: pyproject.toml $(STAMP)
 	touch $@
 
 # Tests share the cores: some wait for processes, others compute, so two cores are busy with three. Each process has
-# neighbouring tests, which share servers and models, and one that has done its own takes over some of another's.
+# neighbouring tests, which share servers and models, and one that has done its own takes over some of another's. The
+# first one has those that mostly wait (tests/conftest.py).
 TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 

@@ -19,7 +19,7 @@ from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, settings
 
 from quire.planning import devices
-from tests import one_parser  # noqa: F401 (what it does)
+from tests import one_parser, root_logs  # noqa: F401 (what they do)
 from tests.examples import IS_FULL, examples
 
 # Torch's threads spin while they wait for each other. With several threads on a busy machine, the many small operations
@@ -65,6 +65,30 @@ def has_slow(value: object) -> bool:
     return isinstance(value, ParameterSet) and any(mark.name == "slow" for mark in value.marks)
 
 
+# They wait for processes, for limits of time and for the network. Where several processes run tests, the first one
+# begins with them, and the others compute meanwhile. In the order of folders, all processes waited at the same time.
+WAITING = tuple(
+    f"tests/{folder}/test_{name}.py"
+    for folder, names in {
+        "distributed": "shared_memory whereabouts",
+        "e2e": "adapters async_llm chat first_screen listen metrics ray_replicas recovery replicas serve serve_errors "
+        "spawn tracing",
+        "engine": "leaving_ranks nodes slow_ranks",
+        "frontend": "client grammar_pool supervisor",
+        "install": "install requirements",
+        "loader": "object_store",
+        "measure": "peer_scripts",
+        "server": "drain overload",
+    }.items()
+    for name in names.split()
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if IS_ONE_OF_SEVERAL:
+        items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
+
+
 gc.disable()  # until all tests are collected: collecting them makes no garbage
 
 
@@ -73,6 +97,7 @@ def pytest_collection_finish() -> None:
 
     Every capture of graphs collects garbage and asks for this number.
     """
+    gc.set_threshold(10_000, 10, 10)  # a test ends before more garbage than that matters
     gc.enable()
     gc.freeze()
     gc.get_freeze_count = cache(gc.get_freeze_count)

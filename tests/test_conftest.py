@@ -1,4 +1,4 @@
-"""The folder for files that engines keep for later starts, in a run of tests."""
+"""The folder for files that engines keep for later starts, in a run of tests, and the files that begin."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import WAITING
+
 ROOT = Path(__file__).parents[1]
+LEFT_OUT = (
+    "QUIRE_CACHE_DIR",
+    "PYTEST_XDIST_WORKER",
+)  # one of several processes imports the kernels, and torch with them
 
 
 def imported(environment: dict[str, str]) -> Path:
@@ -15,7 +21,7 @@ def imported(environment: dict[str, str]) -> Path:
     done = subprocess.run(
         [sys.executable, "-c", "import os, tests.conftest; print(os.environ['QUIRE_CACHE_DIR'])"],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "QUIRE_CACHE_DIR"} | environment,
+        env={name: value for name, value in os.environ.items() if name not in LEFT_OUT} | environment,
         capture_output=True,
         text=True,
         check=True,
@@ -32,3 +38,7 @@ def test_a_process_removes_no_folder_that_it_was_given(tmp_path: Path) -> None:
 
 def test_its_own_folder_goes_with_it() -> None:
     assert not imported({}).exists()
+
+
+def test_files_that_wait_are_there() -> None:
+    assert not [name for name in WAITING if not (ROOT / name).exists()]

@@ -106,10 +106,11 @@ def test_a_transport_that_comes_after_a_failure_is_ended() -> None:
     memory = make_memory(grid)
     ranks = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=60.0) for rank in range(2)]
     os.close(memory)
-    made = []
+    made, both = [], threading.Barrier(2)
 
     class Late(FakeAccelerator):
         def connect(self, *arguments: Any) -> FakeTransport:
+            both.wait(60)  # else one fails while the other is not here yet
             ranks[1].fail()
             while any(thread.name == "failed ranks" for thread in threading.enumerate()):
                 time.sleep(0.01)
@@ -118,7 +119,7 @@ def test_a_transport_that_comes_after_a_failure_is_ended() -> None:
 
     found = together(ranks, lambda each: on_devices(each, Late()))
     assert [type(error) for error in found] == [GroupError, GroupError]
-    assert [transport._is_aborted.is_set() for transport in made] == [True, True]
+    assert [transport._aborted.done() for transport in made] == [True, True]
 
 
 def test_the_file_of_a_meeting_stays() -> None:

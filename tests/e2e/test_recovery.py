@@ -39,7 +39,7 @@ NORMAL: tuple[dict[str, Any], ...] = tuple(
         {"prompt": reference.TEXTS[2], "temperature": 0.8, "seed": 1, "logprobs": 2},
     )
 )
-LONG = {"prompt": "Hello", "max_tokens": 700, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "Hello", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 TOKENS = "vllm:generation_tokens_total/"
 REASONS = {
     "kill": "crash",
@@ -263,8 +263,8 @@ def test_answers_that_are_given_whole_survive(server: SabotagedServe) -> None:
     """They go on after the tokens that had come: the same answers, also of forks and beams."""
     # long enough not to have ended before the order to hang arrives
     bodies: list[dict[str, Any]] = [
-        {"prompt": "Hello", "max_tokens": 300, "temperature": 1, "n": 3, "ignore_eos": True, "seed": 5},
-        {"prompt": "Hello", "max_tokens": 300, "temperature": 1, "ignore_eos": True, "logprobs": 2, "seed": 9},
+        {"prompt": "Hello", "max_tokens": 200, "temperature": 1, "n": 3, "ignore_eos": True, "seed": 5},
+        {"prompt": "Hello", "max_tokens": 200, "temperature": 1, "ignore_eos": True, "logprobs": 2, "seed": 9},
         {"prompt": "Hello", "max_tokens": 12, "temperature": 0, "n": 3, "use_beam_search": True},
         {"prompt": ["Hello", "json"], "max_tokens": 12, "temperature": 0, "ignore_eos": True},
     ]

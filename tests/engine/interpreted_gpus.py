@@ -14,9 +14,12 @@ from typing import Any
 from quire.kernels import cpu, gpu, gpu_facts
 from quire.loader import load
 from quire.resolve import GpuFacts
+from quire.worker import gpu_memory
+from quire.worker.gpu_memory import GpuWork
 from quire.worker.worker import DeviceWorker
 from tests import triton_interpreter
 from tests.engine.queued_gpus import OnCpu
+from tests.examples import IS_FULL
 from tests.worker.fake_accelerator import FakeAccelerator
 
 GIB = 1 << 30
@@ -44,6 +47,9 @@ def use_them(kernels: Kernels, replace: Callable[[object, str, object], None]) -
     replace(cpu, "_available", False)
     replace(load, "ModelForm", OnCpu)
     replace(DeviceWorker.__init__, "__defaults__", (FakeAccelerator, None))
+    if not IS_FULL:  # it runs as many steps as a test does; test_ranks_on_gpus.py has ranks that measure
+        work = GpuWork(step_bytes=1 << 20, graph_bytes=1 << 20, largest_step=(16, 0.01))
+        replace(gpu_memory, "measure_work", lambda *arguments: work)
 
 
 def _main(file: Path) -> None:

@@ -6,13 +6,15 @@ Ranks are threads here; tests/engine/test_rank_processes.py has processes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from msgspec import structs
 
 from quire.engine.core import EngineCore
@@ -85,10 +87,15 @@ def test_floats(form: str, num_ranks: int) -> None:
     assert of_ranks(num_ranks, **FORMS[form]) == expected(form, cpu.isa())
 
 
-# Forms, and the kernels that ranks call with their rows, meet instruction sets in the tests of kernels.
-@pytest.mark.parametrize(
-    ("isa", "form", "num_ranks"), covering(cpu.isas(), [*FORMS], [2, 3, 4], apart=[(0, 1), (0, 2)])
-)
+def on_all(names: Sequence[str]) -> list[ParameterSet]:
+    """Instruction sets, names and numbers of ranks. Names, and the kernels that ranks call with their rows, meet
+    instruction sets in the tests of kernels. Four ranks cut as two and three do; quick tests have them in test_floats.
+    """
+    quick = covering(cpu.isas(), names, [2, 3], apart=[(0, 1), (0, 2)])
+    return [*quick, *(pytest.param(*case, 4, marks=pytest.mark.slow) for case in product(cpu.isas(), names))]
+
+
+@pytest.mark.parametrize(("isa", "form", "num_ranks"), on_all([*FORMS]))
 def test_every_instruction_set(isa: str, form: str, num_ranks: int) -> None:
     """With chunks of prompts and two batches in flight."""
     best = cpu.isa()
@@ -170,10 +177,7 @@ def of_one_rank(folder_of: Callable[[str], Path]) -> Callable[[str, str], Answer
     return cache(lambda name, isa: of_ranks(1, folder_of(name)))
 
 
-# Formats meet instruction sets in the tests of kernels.
-@pytest.mark.parametrize(
-    ("isa", "name", "num_ranks"), covering(cpu.isas(), [*CHECKPOINTS], [2, 3, 4], apart=[(0, 1), (0, 2)])
-)
+@pytest.mark.parametrize(("isa", "name", "num_ranks"), on_all([*CHECKPOINTS]))
 def test_quantized_checkpoints(
     isa: str,
     name: str,

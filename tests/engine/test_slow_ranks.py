@@ -27,7 +27,7 @@ from tests.engine.test_rank_processes import _children, in_processes, process_of
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
 SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
-SLOW_SECONDS = 1.2  # of an exchange, which is less than the limit
+SLOW_SECONDS = 0.9  # of an exchange, which is less than the limit
 LIMIT = 3  # seconds: a start has to end its exchanges in it too
 WITHIN = 5.0  # seconds behind the limit, as docs/parallel.md promises; on a quiet machine it takes at most 1.6
 ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=120, min_tokens=120))

@@ -82,10 +82,16 @@ class Hashing:
         return hashlib.sha256(data)
 
 
+@pytest.fixture(autouse=True)
+def short_time_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the system marked files with finer times, so that stamps settle four times as soon."""
+    monkeypatch.setattr(adapter_module, "_SETTLED_NS", adapter_module._SETTLED_NS // 4)
+
+
 def settle(folder: Path) -> None:
     """Wait until the stamps of the files prove that they are unchanged, and no longer than that."""
     while any(not FileStamp.of(file.stat()).is_settled(time.time_ns()) for file in folder.iterdir()):
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def write_in_place(path: Path, find: bytes, put: bytes) -> None:

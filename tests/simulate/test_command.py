@@ -217,7 +217,7 @@ def test_a_bad_line_of_a_trace_is_named(
         (("--workload", "chat", "--trace", "x"), "A trace is a workload."),
         (("--trace", "no/such"), "The data set cannot be read"),
         (("--self-timed",), "Only a trace has times"),
-        (("--slo-itl", "0.001ms"), "slo_itl is below the fastest step"),
+        ((*SMALL, "--slo-itl", "0.001ms"), "slo_itl is below the fastest step"),
         (("--num-gpu-blocks-override", "1", "--max-model-len", "64"), "does not fit"),
     ],
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -82,7 +82,7 @@ class FakeTransport:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._groups: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}  # by members
-        self._is_aborted = threading.Event()
+        self._aborted: Future[None] = Future()
         self._thread = WorkerThread(f"fake transport {rank}")
 
     def _allgather_base(self, output: Tensor, own: Tensor) -> FakeWork:
@@ -98,7 +98,7 @@ class FakeTransport:
         return self._begin(self._pass_on, sender, *tensors, False)
 
     def _begin(self, work: Callable[..., None], *arguments: Any) -> FakeWork:
-        return FakeWork(self._thread.submit(work, *arguments), self._is_aborted)
+        return FakeWork(self._thread.submit(work, *arguments), self._aborted)
 
     @torch.inference_mode()
     def _gather(self, members: tuple[int, ...], output: Tensor, own: Tensor) -> None:
@@ -106,12 +106,12 @@ class FakeTransport:
             store, size = dist.PrefixStore(str(members), self._store), len(members)
             limit = timedelta(seconds=20)
             self._groups[members] = dist.ProcessGroupGloo(store, members.index(self._rank), size, limit)
-        work = self._groups[members]._allgather_base(output, own)
-        while not work.is_completed():
-            if self._is_aborted.is_set():
-                _LEFT.append(self._groups[members])
-                return
-            time.sleep(0)
+        work, ended = self._groups[members]._allgather_base(output, own), Future[None]()
+        work.get_future().add_done_callback(lambda _: ended.set_result(None))
+        wait((ended, self._aborted), return_when=FIRST_COMPLETED)
+        if not ended.done():
+            _LEFT.append(self._groups[members])
+            return
         work.wait()
 
     @torch.inference_mode()
@@ -121,7 +121,7 @@ class FakeTransport:
         everything = output.new_empty((self._size, *given.shape))
         self._gather(members, all_sizes, torch.tensor([sizes]))
         self._gather(members, everything.view(-1, *given.shape[1:]), given)
-        if self._is_aborted.is_set():
+        if self._aborted.done():
             return
         parts = [
             entries.split_with_sizes(row)[self._rank]
@@ -135,23 +135,23 @@ class FakeTransport:
         both = rows.new_empty((2 * len(rows), *rows.shape[1:]))
         low, high = sorted((self._rank, other))
         self._gather((low, high), both, rows)
-        if not is_sender and not self._is_aborted.is_set():
+        if not is_sender and not self._aborted.done():
             rows.copy_(both[: len(rows)] if other == low else both[len(rows) :])
 
     def abort(self) -> None:
-        self._is_aborted.set()
+        with suppress(InvalidStateError):  # it was aborted before
+            self._aborted.set_result(None)
 
 
 class FakeWork:
     """An operation of a FakeTransport."""
 
-    def __init__(self, work: Future[None], is_aborted: threading.Event) -> None:
-        self._work, self._is_aborted = work, is_aborted
+    def __init__(self, work: Future[None], aborted: Future[None]) -> None:
+        self._work, self._aborted = work, aborted
 
     def wait(self) -> None:
-        while not self._work.done() and not self._is_aborted.is_set():
-            time.sleep(0)
-        if not self._is_aborted.is_set():
+        wait((self._work, self._aborted), return_when=FIRST_COMPLETED)
+        if not self._aborted.done():
             self._work.result()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -32,6 +32,7 @@ from tests.worker.fake_accelerator import FakeAccelerator, FakeTransport
 
 Work = Callable[[], object]
 OF_HOSTS = {"Gather", "Exchange"}  # kernels through which hosts meet
+_shapes: dict[Hashable, Any] = {}  # see _kept_shapes_of
 _launching = threading.local()  # `sink`: the function that takes the work which this thread launches
 
 
@@ -247,7 +248,7 @@ class _Queueing(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
             return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
-        shapes = _shapes_of(func, args, kwargs, given)
+        shapes = _kept_shapes_of(func, args, kwargs)
         if shapes is None:  # the result depends on values
             self._wait()
             return func(*args, **kwargs)
@@ -271,7 +272,24 @@ def _memory_like(shape: object) -> object:
     return memory.fill_(torch.nan if memory.is_floating_point() else 1)  # until it is computed
 
 
-def _shapes_of(func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
+def _kept_shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """_shapes_of, which is a third of a launch: once for each function, with arguments of the same shapes."""
+    key = (func, _without_values(args), tuple((name, _without_values(value)) for name, value in kwargs.items()))
+    if key not in _shapes:
+        _shapes[key] = _shapes_of(func, args, kwargs)
+    return _shapes[key]
+
+
+def _without_values(value: object) -> Hashable:
+    """What the shapes of a function's results depend on."""
+    if isinstance(value, Tensor):
+        return value.size(), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_without_values, value))
+    return type(value), value  # True is no 1 here
+
+
+def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
     """The results on tensors without values; "view" if they have the memory of an argument; None: it needs values."""
     without_values: dict[int, Tensor] = {}
 
