@@ -91,8 +91,25 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def has_embeddings(self) -> bool:
+    def drafter_folder(self) -> Path | None:
+        """The folder, or the GGUF file, of the drafter; None: there is none."""
+        return None if self.drafter is None else Path(self.drafter.model)
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether it begins with the embeddings of tokens. If not, another stage gives it the residual stream."""
         return self.stage is None or self.stage.is_first
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether it holds the embeddings. The last stage has them for a head without embeddings of its own."""
+        return self.takes_tokens or (self.has_output and self.lends_embeddings)
+
+    @property
+    def lends_embeddings(self) -> bool:
+        """Whether a head uses its embeddings."""
+        head = None if self.drafter is None else self.drafter.head
+        return head is not None and not head.owns_embeddings
 
     @property
     def has_output(self) -> bool:

@@ -436,9 +436,9 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
         (
-            has_stages and model.drafter is not None,
-            "a model that drafts",
-            "Use ngram or suffix in --speculative-config",
+            gpu is not None and has_stages and model.drafter is not None,
+            "a GPU and a model that drafts",
+            "Use --device cpu, or ngram or suffix in --speculative-config",
         ),
     )
     kinds = {"pipeline_parallel_size": "Pipeline parallelism", "tensor_parallel_size": "Tensor parallelism"}

@@ -340,5 +340,11 @@ class DeviceLink:
         self._transport.recv([rows_TD], self._other, 0).wait()
         return rows_TD
 
+    def send_back(self, rows_TD: Tensor) -> None:
+        self.send(rows_TD.to(self._device))
+
+    def receive_back(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return self.receive(num_rows, width, dtype).cpu()
+
     def close(self) -> None:
         """There is nothing to close: the agreement ends the transport."""

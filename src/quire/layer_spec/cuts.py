@@ -100,6 +100,8 @@ class Stage:
         all_layers: the layers of the model, of which adapters have the names.
         tables: the cache contents of all layers of the model, with their numbers of block tables. All stages have the
             same tables.
+        streams: the residual streams that this stage keeps for a head in the last stage: see DraftHead. It gets those
+            of earlier stages, and sends all of them on.
     """
 
     index: int
@@ -107,6 +109,7 @@ class Stage:
     layers: range
     all_layers: tuple[LayerSpec, ...]
     tables: tuple[tuple[KvSpec, int], ...]
+    streams: tuple[int, ...] = ()
 
     @property
     def is_first(self) -> bool:

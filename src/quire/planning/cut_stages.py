@@ -20,7 +20,7 @@ from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
 from quire.layer_spec.cuts import Stage
 from quire.layer_spec.shapes import LinearShape
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_division
+from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_division, why_not_cut
 
 
 def grid_of(config: EngineConfig) -> Grid:
@@ -64,7 +64,16 @@ def part_of_rank(model: ModelConfig, config: EngineConfig, rank: int) -> ModelCo
     index, tables = grid.stage(rank), tuple((group.spec, group.num_tables) for group in kv_groups(part))
     layers = stage_layers(model, config)[index]
     own = part.layers[layers.start : layers.stop]
-    return replace(part, layers=own, stage=Stage(index, grid.num_stages, layers, part.layers, tables))
+    stage = Stage(index, grid.num_stages, layers, part.layers, tables, _streams(part, layers))
+    return replace(part, layers=own, stage=stage, drafter=part.drafter if stage.is_last else None)
+
+
+def _streams(part: ModelConfig, layers: range) -> tuple[int, ...]:
+    """The streams of a head that a stage with these layers has. The stream after the last layer is the last stage's."""
+    head = None if part.drafter is None else part.drafter.head
+    if head is None:
+        return ()
+    return tuple(layer for layer in head.streams if layer < layers.stop or layers.stop == part.num_layers)
 
 
 def stage_layers(model: ModelConfig, config: EngineConfig) -> list[range]:
@@ -132,11 +141,24 @@ def _costs(model: ModelConfig, config: EngineConfig) -> _Costs:
     def num_bytes(linear: LinearShape) -> int:
         return sum(part.num_bytes(dtype, is_packed=True) for part in model.stored(linear, quantization))
 
+    drafter = _drafter_bytes(model, config, quantization, dtype)
     layers = [
         (sum(map(num_bytes, layer.linears())), sum(map(num_bytes, layer.active_linears()))) for layer in model.layers
     ]
-    output = num_bytes(model.output_linear())
-    return _Costs(layers, (num_bytes(model.embeddings()), 0), (output, output))
+    output, embeddings = num_bytes(model.output_linear()), num_bytes(model.embeddings())
+    if model.lends_embeddings and not model.tie_word_embeddings:
+        drafter += embeddings
+    return _Costs(layers, (embeddings, 0), (output + drafter, output))
+
+
+def _drafter_bytes(model: ModelConfig, config: EngineConfig, quantization: str | None, dtype: str) -> int:
+    """The bytes of the drafter, which the last stage holds. While it drafts, all stages wait: its time is nobody's."""
+    if (drafter := model.drafter) is None:
+        return 0
+    num_bytes = drafter.weight_bytes(dtype, None if drafter.quantized is not None else quantization)
+    num_ranks = config.tensor_parallel_size
+    is_cut = drafter.is_shared and why_not_cut(drafter, num_ranks) is None
+    return num_bytes if is_cut else num_bytes * num_ranks
 
 
 def _balanced(costs: _Costs, num_stages: int) -> list[int]:

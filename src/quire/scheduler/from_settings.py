@@ -126,12 +126,14 @@ def speculation_of(
             cost.with_drafts,
             drafter,
             schedule.depth,
+            num_stages=schedule.pipeline_parallel_size,
             reads_late=reads_late,
             beside_prompts=cost.beside_prompts,
         )
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
-    waits = schedule.pipeline_parallel_size == 1  # with several stages, each request waits by itself
+    # With several stages each request waits by itself. But a drafter in the last one would wait for the batches before.
+    waits = schedule.pipeline_parallel_size == 1 or config.method in BY_WORKER
     return Speculation(
         proposer,
         most,
