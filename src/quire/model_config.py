@@ -102,14 +102,8 @@ class ModelConfig:
 
     @property
     def has_embeddings(self) -> bool:
-        """Whether it holds the embeddings. The last stage has them for a head without embeddings of its own."""
-        return self.takes_tokens or (self.has_output and self.lends_embeddings)
-
-    @property
-    def lends_embeddings(self) -> bool:
-        """Whether a head uses its embeddings."""
-        head = None if self.drafter is None else self.drafter.head
-        return head is not None and not head.owns_embeddings
+        """Whether it holds the embeddings."""
+        return self.stage is None or self.stage.has_embeddings
 
     @property
     def has_output(self) -> bool:

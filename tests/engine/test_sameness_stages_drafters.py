@@ -16,8 +16,11 @@ import pytest
 from quire import demo
 from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine
+from quire.errors import EngineDeadError
 from quire.kernels import cpu
+from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
+from quire.planning.memory_plan import KvPages, planned_weight_bytes
 from quire.schedule import ScheduledBatch
 from quire.worker.drafter import Drafted
 from quire.worker.input_batch import InputBatch, StepRows
@@ -189,3 +192,40 @@ def test_an_error_of_the_drafter_costs_drafts_only(monkeypatch: pytest.MonkeyPat
     assert sum(failures) > 0
     assert len(calls) > 2, "it drafts again"
     engine.core.shutdown()
+
+
+def test_an_error_of_one_of_several_ranks_that_draft_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages before wait for the drafts, so the step cannot be left. Requests go on in the next engine."""
+    engine = engine_with("draft_model", width=2, num_stages=2)
+    fail_at(monkeypatch, last_stage(engine)[1].runner.drafting.drafter, "_draft_one", 2, OSError("no drafts today"))
+    with pytest.raises(EngineDeadError, match=r"Rank 1 of 4 failed in a step: OSError: no drafts today"):
+        run(engine.core, brief())
+    engine.core.shutdown()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_the_plan_is_what_is_allocated(method: str, mimo: Path) -> None:
+    """The drafter, its KV, and embeddings for a head are in the last stage; streams that it reads in all before it."""
+    folder = mimo if method == "mtp" else None
+    plain, engine = started(1, folder, num_stages=2), engine_with(method, folder, num_stages=2)
+    (_, first), (last,) = engine.executor.workers, last_stage(engine)
+    of_plain = last_stage(plain)[0]
+    settings = WorkerSettings.of(engine.resolved)
+    assert first.drafter is None
+    for worker in (first, last):
+        config, drafter = worker.model.config, worker.drafter
+        own = worker.model.weight_bytes() + (0 if drafter is None else drafter.weight_bytes())
+        assert own == planned_weight_bytes(engine.resolved, config) == worker.measured.memory.weight_bytes
+        page_bytes = KvPages.of(engine.resolved, config).page_bytes
+        assert worker.cache.num_bytes == page_bytes * engine.resolved.memory.num_blocks
+    assert len(last.cache.drafter_layers) == len(last.drafter.config.layers)
+    assert not first.cache.drafter_layers
+    names = [set(worker.model.expected_weights()) for worker in (last, of_plain)]
+    assert names[0] - names[1] >= ({"model.embed_tokens.weight"} if method == "mtp" else set())
+    streams = first.runner.forward_pass._streams
+    assert (streams is not None) == (method == "eagle3")
+    assert settings.hidden_bytes(first.model.config) == (0 if streams is None else streams.kept_TX.nbytes)
+    if method != "draft_model":
+        assert settings.hidden_bytes(last.model.config) == last.runner.drafting.drafter.num_bytes
+    for each in (engine, plain):
+        each.core.shutdown()

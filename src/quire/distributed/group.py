@@ -199,11 +199,11 @@ class Link(Protocol):
         ...
 
     def send_back(self, rows_TD: Tensor) -> None:
-        """Send rows of the host from the later stage to the earlier one. Otherwise like `send`."""
+        """Send rows from the later stage to the earlier one: like `send`, but the rows are on the host."""
         ...
 
     def receive_back(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Get the next rows that come back, on the host, which waits for them. Otherwise like `receive`."""
+        """Get the next rows that come back: see `receive`."""
         ...
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from quire.errors import ConfigError
 from quire.formats.kv_groups import kv_groups
 from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
 from quire.layer_spec.cuts import Stage
+from quire.layer_spec.draft_head import DraftHead
 from quire.layer_spec.shapes import LinearShape
 from quire.model_config import ModelConfig
 from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_division, why_not_cut
@@ -64,16 +65,22 @@ def part_of_rank(model: ModelConfig, config: EngineConfig, rank: int) -> ModelCo
     index, tables = grid.stage(rank), tuple((group.spec, group.num_tables) for group in kv_groups(part))
     layers = stage_layers(model, config)[index]
     own = part.layers[layers.start : layers.stop]
-    stage = Stage(index, grid.num_stages, layers, part.layers, tables, _streams(part, layers))
-    return replace(part, layers=own, stage=stage, drafter=part.drafter if stage.is_last else None)
+    is_last, streams = index == grid.num_stages - 1, tuple[int, ...]()
+    if (head := _head_of(part)) is not None:  # the stream after the last layer is the last stage's too
+        streams = tuple(layer for layer in head.streams if is_last or layer < layers.stop)
+    has_embeddings = index == 0 or (is_last and _lends_embeddings(part))
+    stage = Stage(index, grid.num_stages, layers, part.layers, tables, streams, has_embeddings)
+    return replace(part, layers=own, stage=stage, drafter=part.drafter if is_last else None)
 
 
-def _streams(part: ModelConfig, layers: range) -> tuple[int, ...]:
-    """The streams of a head that a stage with these layers has. The stream after the last layer is the last stage's."""
-    head = None if part.drafter is None else part.drafter.head
-    if head is None:
-        return ()
-    return tuple(layer for layer in head.streams if layer < layers.stop or layers.stop == part.num_layers)
+def _head_of(model: ModelConfig) -> DraftHead | None:
+    return None if model.drafter is None else model.drafter.head
+
+
+def _lends_embeddings(model: ModelConfig) -> bool:
+    """Whether a head uses the model's embeddings."""
+    head = _head_of(model)
+    return head is not None and not head.owns_embeddings
 
 
 def stage_layers(model: ModelConfig, config: EngineConfig) -> list[range]:
@@ -146,7 +153,7 @@ def _costs(model: ModelConfig, config: EngineConfig) -> _Costs:
         (sum(map(num_bytes, layer.linears())), sum(map(num_bytes, layer.active_linears()))) for layer in model.layers
     ]
     output, embeddings = num_bytes(model.output_linear()), num_bytes(model.embeddings())
-    if model.lends_embeddings and not model.tie_word_embeddings:
+    if _lends_embeddings(model) and not model.tie_word_embeddings:
         drafter += embeddings
     return _Costs(layers, (embeddings, 0), (output + drafter, output))
 

@@ -70,7 +70,7 @@ class Drafting:
                 drafted.failures[index] = f"The drafter chose {token_ids}, and the model has {self._vocab_size} tokens"
                 drafted.token_ids[index] = [ANY_TOKEN] * len(token_ids)
         if self._before is not None:
-            self._before.send_back(torch.tensor([[*chain(*drafted.token_ids)]]))
+            self._before.send_back(torch.tensor([[*chain(*drafted.token_ids)]]))  # [1, N]: the drafts of all rows
         result.draft_error = drafted.error
         result.draft_failures = {asked[index]: why for index, why in drafted.failures.items()}
         result.unread = {asked[index]: count for index, count in drafted.unread.items()}
@@ -101,18 +101,18 @@ class DraftsOfLastStage:
         behind: the link to the next stage.
     """
 
-    def __init__(self, inputs: InputBatch, before: Link | None, behind: Link) -> None:
-        self._inputs, self._before, self._behind = inputs, before, behind
+    def __init__(self, inputs: InputBatch, device: Device, before: Link | None, behind: Link) -> None:
+        self._inputs, self._device, self._before, self._behind = inputs, device, before, behind
 
     def fill(self, batch: ScheduledBatch, result: StepResult) -> ScheduledBatch:
-        """See Drafting. The last stage reports the fate of the drafts."""
+        """See Drafting. The last stage reports the fate of the drafts, and has their time."""
         counts = [len(batch.draft_token_ids[position]) for position in _asked(batch)]
         if not counts:
             return batch
-        flat = self._behind.receive_back(1, sum(counts), torch.int64)
+        (found_1N,) = self._device.download([self._behind.receive_back(1, sum(counts), torch.int64)]).wait()
         if self._before is not None:
-            self._before.send_back(flat)
-        return _filled(self._inputs, batch, [drafts.tolist() for drafts in flat[0].split(counts)])
+            self._before.send_back(found_1N)
+        return _filled(self._inputs, batch, [drafts.tolist() for drafts in torch.split(found_1N[0], counts)])
 
     def learn(self, step: StepRows, result: StepResult) -> None:
         """There is no drafter here."""

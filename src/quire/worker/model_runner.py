@@ -163,7 +163,7 @@ class ModelRunner:
         before, behind = (None, None) if ranks is None else (ranks.before, ranks.behind)
         self.drafting: Drafting | DraftsOfLastStage | None = None
         if behind is not None:
-            self.drafting = DraftsOfLastStage(input_batch, before, behind)
+            self.drafting = DraftsOfLastStage(input_batch, device, before, behind)
         elif drafter is not None:
             self.drafting = Drafting(
                 drafter,
