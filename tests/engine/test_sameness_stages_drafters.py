@@ -19,6 +19,7 @@ from quire.engine.start import StartedEngine
 from quire.errors import EngineDeadError
 from quire.kernels import cpu
 from quire.life_cycle import WorkerSettings
+from quire.messages import SetLimits
 from quire.model_config import load_model_config
 from quire.planning.memory_plan import KvPages, planned_weight_bytes
 from quire.schedule import ScheduledBatch
@@ -175,6 +176,22 @@ def test_hits_and_preemption(method: str) -> None:
 
     assert run(engine.core, brief(), before_step=preempt) == of_one()
     assert run(engine.core, brief()[::-1], prefix="again") == of_one()[::-1]
+    engine.core.shutdown()
+
+
+@pytest.mark.parametrize(("method", "num_stages"), [("draft_model", 2), ("eagle3", 3)])
+def test_drafts_that_come_and_go(method: str, num_stages: int) -> None:
+    """Without drafts, stages compute parts of the requests side by side; with drafts, all requests are in one step."""
+    engine, in_flight, held = engine_with(method, num_stages=num_stages), list[int](), list[int]()
+
+    def turn(core: EngineCore, step: int) -> None:
+        core.set_limits(SetLimits(spec_tokens=3 if step // 4 % 2 else 0))
+        in_flight.append(len(core._in_flight))
+        held.append(0 if core.last_record is None else core.last_record.num_accepted_tokens)
+
+    assert run(engine.core, brief(), before_step=turn) == of_one()
+    assert max(in_flight) == num_stages
+    assert sum(held) > 3
     engine.core.shutdown()
 
 

@@ -206,8 +206,9 @@ print(PackedCache(load_model_config(sys.argv[2]), torch.bfloat16, None, [])._key
 """
 
 
-def test_a_stage_with_a_head_has_files_of_its_own(tmp_path: Path, cache: Path) -> None:
+def test_a_stage_with_a_head_has_files_of_its_own(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last stage holds the embeddings for the head. Without the head it does not."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,3")
     target = load_model_config(heads.write_mimo(tmp_path / "mimo"))
     drafter = load_drafter_config(tmp_path / "mimo", SpeculativeConfig(method="mtp"), target)
     engine, found = EngineConfig(pipeline_parallel_size=2), []
