@@ -17,7 +17,7 @@ from quire.kernels import cpu, extension
 from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
 from quire.planning import devices
-from quire.planning.memory_plan import predict_memory
+from quire.planning.memory_plan import MemoryFacts, predict_memory
 from quire.resolve import resolve
 from quire.speculative_config import SpeculativeConfig
 from quire.worker.live_buffers import LiveBuffers
@@ -39,8 +39,8 @@ WIDTHS_OF_06B = {
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason="plain torch has buffers of its own")
 
 
-def planned_and_counted(folder: Path, **arguments: Any) -> tuple[int, int]:
-    """Bytes of work before loading and after it."""
+def loaded(folder: Path, **arguments: Any) -> tuple[DeviceWorker, MemoryFacts]:
+    """A worker that has loaded a model, and the memory that was planned for it."""
     config = EngineConfig.from_kwargs(**{"num_threads": 1} | arguments)
     model = load_model_config(folder)
     if config.speculative_config is not None:
@@ -49,7 +49,13 @@ def planned_and_counted(folder: Path, **arguments: Any) -> tuple[int, int]:
     resolved = resolve(config, model, device, is_server=True)
     worker = DeviceWorker(model, lambda phase, share, detail: None)
     worker.load(WorkerSettings.of(resolved))
-    planned, counted = predict_memory(resolved, model, device), worker.measure().memory
+    return worker, predict_memory(resolved, model, device)
+
+
+def planned_and_counted(folder: Path, **arguments: Any) -> tuple[int, int]:
+    """Bytes of work before loading and after it."""
+    worker, planned = loaded(folder, **arguments)
+    counted = worker.measure().memory
     assert planned.logits_bytes == counted.logits_bytes
     return planned.work_bytes - planned.logits_bytes, counted.work_bytes - counted.logits_bytes
 
@@ -68,6 +74,18 @@ def planned_and_counted(folder: Path, **arguments: Any) -> tuple[int, int]:
 def test_demo(arguments: dict[str, Any]) -> None:
     planned, counted = planned_and_counted(demo.path("target"), **arguments)
     assert planned == pytest.approx(counted, rel=0.05)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("model_impl", "num_threads"), [("auto", 1), ("transformers", 2)])
+def test_threads_of_torch(model_impl: str, num_threads: int) -> None:
+    """Beside our kernels torch computes with one thread: others of its threads would spin on our cores."""
+    before = torch.get_num_threads()
+    try:
+        loaded(demo.path("target"), num_threads=2, model_impl=model_impl)
+        assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_kernels

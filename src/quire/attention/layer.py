@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
-from quire.forward_batch import ForwardBatch
+from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels.layer_rules import HeadRotation
 from quire.kernels.ops import rope_and_cache
 from quire.layer_spec.cuts import Share
@@ -85,12 +85,17 @@ class Attention:
 
         q, k and v may be views of one fused tensor. q and k may change in place.
         """
-        cache = batch.caches[self._layer]
-        slots_T = batch.tables[cache.table].slot_mapping_T
-        rope_and_cache(q_THE, k_TGE, v_TGE, batch.positions_T, slots_T, cache, self._head_rotation())
+        cache = self.write(q_THE, k_TGE, v_TGE, batch)
         if self._sinks is None:
             return self._attend(q_THE, cache, batch)
         return self._attend(q_THE, cache, batch, self._sinks.scores_H)
+
+    def write(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, batch: ForwardBatch) -> LayerCache:
+        """Rotate q and k, and write k and v to the cache of the layer, which is returned."""
+        cache = batch.caches[self._layer]
+        slots_T = batch.tables[cache.table].slot_mapping_T
+        rope_and_cache(q_THE, k_TGE, v_TGE, batch.positions_T, slots_T, cache, self._head_rotation())
+        return cache
 
     def _head_rotation(self) -> HeadRotation:
         """The rotation with the present weights of the norms. It is made again when the norms have other tensors."""

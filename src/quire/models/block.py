@@ -96,6 +96,11 @@ class Sublayer:
             return residual_TD.add_(y_TD if self._multiplier == 1.0 else y_TD.mul_(self._multiplier))
         return self.next_norm.add(y_TD, residual_TD, self._multiplier)
 
+    def write(self, x_TD: Rows, batch: ForwardBatch) -> None:
+        """Write the keys and values of attention, and compute nothing else."""
+        assert isinstance(self._mixer, SelfAttention), "only attention with keys and values of its own writes them"
+        self._mixer.write(x_TD, batch)
+
 
 class SelfAttention:
     """Attention with its projections. Input [T, D], output [T, D].
@@ -121,6 +126,16 @@ class SelfAttention:
         self._clip = spec.clip
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
+        out_THE = self._attention(*self._projected(x_TD, batch), batch)
+        out_TW = out_THE.view(out_THE.shape[0], self._q_width)
+        return self._output(out_TW, adapter_slots_T=batch.adapter_slots_T)
+
+    def write(self, x_TD: Rows, batch: ForwardBatch) -> None:
+        """Write the keys and values, and do not attend."""
+        self._attention.write(*self._projected(x_TD, batch), batch)
+
+    def _projected(self, x_TD: Rows, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """q_THE, k_TGE and v_TGE before the norms of heads and the rotation."""
         qkv = self.reader(x_TD, adapter_slots_T=batch.adapter_slots_T)
         num_tokens = qkv.shape[0]
         q_THE, k_TGE, v_TGE = qkv.view(num_tokens, self._num_heads, self._head_dim).split_with_sizes(self._heads, 1)
@@ -133,9 +148,7 @@ class SelfAttention:
         if self._clip:
             for x in (q_THE, k_TGE, v_TGE):
                 x.clamp_(-self._clip, self._clip)
-        out_THE = self._attention(q_THE, k_TGE, v_TGE, batch)
-        out_TW = out_THE.view(num_tokens, self._q_width)
-        return self._output(out_TW, adapter_slots_T=batch.adapter_slots_T)
+        return q_THE, k_TGE, v_TGE
 
 
 class MLP:

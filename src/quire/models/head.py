@@ -68,6 +68,30 @@ class Head(Decoder):
             residual_TD: the result of `embed_step`.
             batch: its `hidden_TD` are the hidden states of the present positions.
         """
+        given, residual_TD = self._begin(residual_TD, batch)
+        for part in self._parts_of_pass:
+            given = part(given, residual_TD, batch)
+        if self.head.kind == "eagle3":
+            return residual_TD
+        assert isinstance(given, Tensor), "the final norm feeds no layer"
+        return given
+
+    def read(self, batch: ForwardBatch) -> None:
+        """Write the keys and values of the positions of a batch, and compute no hidden states of the next positions.
+
+        In the last layer only its keys and values are computed. That is all that later passes need. A head has one
+        layer as a rule. Then this leaves out most of its work: attention and everything behind it.
+        """
+        if batch.host is not None:
+            self.prepare(batch.host, batch.caches)
+        given, residual_TD = self._begin(self.embed_step(batch), batch)
+        last = self._layers[-1]
+        for part in self._parts_of_pass[: -len(last)]:
+            given = part(given, residual_TD, batch)
+        last[0].write(given, batch)
+
+    def _begin(self, residual_TD: Tensor, batch: ForwardBatch) -> tuple[Rows, Tensor]:
+        """The input of the first layer, and the residual stream before it."""
         hidden_TD = batch.hidden_TD
         if hidden_TD is None:  # the worker only measures the memory and the time of this step
             hidden_TD = torch.zeros_like(residual_TD)
@@ -78,14 +102,12 @@ class Head(Decoder):
         token_norm, hidden_norm = self._norms
         token_norm(residual_TD, out=halves[0 if is_eagle3 else 1])
         hidden_norm(hidden_TD, out=halves[1 if is_eagle3 else 0])
-        if not is_eagle3:
-            return super().run_blocks(self._input(x_TX), batch)
-        if self.head.norm_before_residual:
-            hidden_TD.copy_(halves[1])
-        given: Rows = x_TX
-        for part in self._parts_of_pass:
-            given = part(given, hidden_TD, batch)
-        return hidden_TD
+        if is_eagle3:
+            if self.head.norm_before_residual:
+                hidden_TD.copy_(halves[1])
+            return x_TX, hidden_TD
+        first_norm, residual_TD = self._sublayers[0].input_norm, self._input(x_TX)
+        return residual_TD if first_norm is None else first_norm.feed(residual_TD), residual_TD
 
     def compute_logits(
         self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, owners_R: Tensor | None = None

@@ -29,7 +29,7 @@ from quire.worker.captured_steps import CapturedSteps
 from quire.worker.draft_draws import DraftDraws
 from quire.worker.drafter import ANY_TOKEN, Drafted
 from quire.worker.forward_pass import ForwardPass
-from quire.worker.input_batch import InputBatch, StagedStep, StepRows
+from quire.worker.input_batch import InputBatch, StepRows
 from quire.worker.kv_cache import PagedCache
 from quire.worker.target_streams import TargetStreams
 
@@ -58,7 +58,8 @@ class HeadDrafter:
         num_kept: int,
     ) -> None:
         self._head, self._streams, self._inputs, self._draws = head, streams, inputs, draws
-        self.forward_pass = ForwardPass(head, cache.drafter_layers, inputs, captured)
+        self._caches = cache.drafter_layers
+        self.forward_pass = ForwardPass(head, self._caches, inputs, captured)
         self._max_tokens, self._max_length = max_tokens, head.config.max_model_len
         self._num_kept = num_kept
         capacity = len(inputs.num_tokens)
@@ -150,9 +151,8 @@ class HeadDrafter:
             lens_S = np.diff(np.minimum(np.cumsum(missing_S), self._max_tokens), prepend=0)
             is_read_S = lens_S > 0
             rows_R, lens_R = rows_S[is_read_S], lens_S[is_read_S]
-            step, staged = self._stage(rows_R, self._num_computed_C[rows_R], lens_R)
-            self.forward_pass.hidden(staged, self._kept(step))
-            self._num_computed_C[rows_R] += lens_R
+            step = _without_logits(rows_R, self._num_computed_C[rows_R], lens_R)
+            self._read_positions(step, self._kept(step))
 
     def _read_step(
         self,
@@ -166,16 +166,18 @@ class HeadDrafter:
         Args:
             firsts_R: the index in the target's step of each row's position `starts_R`.
         """
-        step, staged = self._stage(rows_R, starts_R, ends_R - starts_R)
-        given_TD = self._head.hidden_of(self._picked(_ranges(firsts_R, step.lens_S)))
-        self.forward_pass.hidden(staged, given_TD)
-        self._num_computed_C[rows_R] = ends_R
+        step = _without_logits(rows_R, starts_R, ends_R - starts_R)
+        self._read_positions(step, self._head.hidden_of(self._picked(_ranges(firsts_R, step.lens_S))))
 
-    def _stage(
-        self, rows_R: NDArray[np.int64], starts_R: NDArray[np.int64], lens_R: NDArray[np.int64]
-    ) -> tuple[StepRows, StagedStep]:
-        step = StepRows(rows_R, starts_R, lens_R, np.zeros(0, dtype=np.int64), ahead=1)
-        return step, self.forward_pass.stage(step)
+    def _read_positions(self, step: StepRows, hidden_TD: Tensor) -> None:
+        """Compute the keys and values of a step.
+
+        Args:
+            hidden_TD: the target's hidden states at its positions.
+        """
+        inputs = self._inputs
+        self._head.read(inputs.forward_batch(inputs.stage(step), self._caches, hidden_TD))
+        self._num_computed_C[step.rows_S] = step.starts_S + step.lens_S
 
     def _keep(
         self,
@@ -213,6 +215,10 @@ class HeadDrafter:
         """The indices at which these positions of the rows are kept. Each row has a ring buffer."""
         places_N = np.repeat(rows_S, lens_S) * self._num_kept + _ranges(begins_S, lens_S) % self._num_kept
         return gpu.place(torch.from_numpy(places_N), self._kept_CWX.device)
+
+
+def _without_logits(rows_R: NDArray[np.int64], starts_R: NDArray[np.int64], lens_R: NDArray[np.int64]) -> StepRows:
+    return StepRows(rows_R, starts_R, lens_R, np.zeros(0, dtype=np.int64), ahead=1)
 
 
 def _ranges(begins_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> NDArray[np.int64]:

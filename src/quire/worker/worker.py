@@ -130,6 +130,9 @@ class DeviceWorker:
         with self._as_rank("reading the drafter's weights"):
             self.drafter = self._load_drafter(model, settings)
         self.place = OnHost(self._ranks) if accelerator is None else OnGpu(accelerator, self._ranks)
+        if not is_on_gpu and isinstance(model, Decoder) and cpu.available():
+            # A thread that has computed for torch spins, and so it takes a core from the kernels of the next layers.
+            torch.set_num_threads(1)
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
         self._progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {name}")
