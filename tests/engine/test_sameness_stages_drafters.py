@@ -182,16 +182,22 @@ def test_hits_and_preemption(method: str) -> None:
 @pytest.mark.parametrize(("method", "num_stages"), [("draft_model", 2), ("eagle3", 3)])
 def test_drafts_that_come_and_go(method: str, num_stages: int) -> None:
     """Without drafts, stages compute parts of the requests side by side; with drafts, all requests are in one step."""
-    engine, in_flight, held = engine_with(method, num_stages=num_stages), list[int](), list[int]()
+    engine, steps = engine_with(method, num_stages=num_stages), list[tuple[int, bool]]()
+    submit, held = engine.executor.submit, list[int]()
+
+    def note(batch: ScheduledBatch) -> Any:
+        steps.append((len(engine.core._in_flight), any(map(any, batch.draft_token_ids))))
+        return submit(batch)
 
     def turn(core: EngineCore, step: int) -> None:
         core.set_limits(SetLimits(spec_tokens=3 if step // 4 % 2 else 0))
-        in_flight.append(len(core._in_flight))
         held.append(0 if core.last_record is None else core.last_record.num_accepted_tokens)
 
+    engine.core.executor.submit = note
     assert run(engine.core, brief(), before_step=turn) == of_one()
-    assert max(in_flight) == num_stages
     assert sum(held) > 3
+    assert {others for others, has_drafts in steps if has_drafts} == {0}
+    assert max(others for others, has_drafts in steps if not has_drafts) == num_stages - 1
     engine.core.shutdown()
 
 
