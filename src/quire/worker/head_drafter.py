@@ -92,25 +92,34 @@ class HeadDrafter:
 
     def learn(self, step: StepRows) -> None:
         """See Drafter. Long pieces are computed, and the hidden states of the positions after them are kept."""
-        inputs = self._inputs
-        rows_S, starts_S, ends_S = step.rows_S, step.starts_S, step.starts_S + step.lens_S
-        computed_C, num_kept = self._num_computed_C, self._num_kept
-        firsts_S = np.cumsum(step.lens_S) - step.lens_S
-        lost_S = self._num_seen_C[rows_S] < starts_S
-        computed_C[rows_S[lost_S]] = starts_S[lost_S]
-        if (ends_S - computed_C[rows_S] > num_kept).any():
-            # A position can be computed if its next token is known, and is no unverified draft.
-            known_S = np.minimum(np.minimum(ends_S, inputs.num_tokens[rows_S]) - 1, self._max_length)
-            behind_S = np.minimum(starts_S, known_S)
-            behind_S -= inputs.token_ids[rows_S, behind_S] < 0  # sampled, and not known on the host
-            self._read(rows_S, behind_S)
-            long_S = np.flatnonzero((ends_S - computed_C[rows_S] > num_kept) & (known_S > starts_S))
-            if len(long_S):
-                self._read_step(rows_S[long_S], starts_S[long_S], known_S[long_S], firsts_S[long_S])
-        begins_S = np.maximum(np.maximum(computed_C[rows_S], starts_S), ends_S - num_kept)
-        self._keep(rows_S, begins_S, ends_S, firsts_S + begins_S - starts_S, int(step.lens_S.sum()))
-        computed_C[rows_S] = np.maximum(computed_C[rows_S], ends_S - num_kept)
-        self._num_seen_C[rows_S] = ends_S
+        rows_S, starts_S, lens_S = step.rows_S, step.starts_S, step.lens_S
+        ends_S, num_tokens = starts_S + lens_S, int(lens_S.sum())
+        firsts_S = np.cumsum(lens_S) - lens_S
+        if (lost_S := self._num_seen_C[rows_S] < starts_S).any():
+            self._num_computed_C[rows_S[lost_S]] = starts_S[lost_S]
+        leaving_S = ends_S - self._num_kept
+        if (self._num_computed_C[rows_S] < leaving_S).any():
+            self._read_leaving(step, firsts_S)
+        computed_S = np.maximum(self._num_computed_C[rows_S], leaving_S)
+        begins_S = np.maximum(computed_S, starts_S)
+        self._keep(rows_S, begins_S, ends_S, firsts_S + begins_S - starts_S, num_tokens)
+        self._num_computed_C[rows_S], self._num_seen_C[rows_S] = computed_S, ends_S
+
+    def _read_leaving(self, step: StepRows, firsts_S: NDArray[np.int64]) -> None:
+        """Compute the positions whose hidden states will not be kept any longer.
+
+        Args:
+            firsts_S: the index in the target's step of each row's first token.
+        """
+        inputs, rows_S, starts_S, ends_S = self._inputs, step.rows_S, step.starts_S, step.starts_S + step.lens_S
+        # A position can be computed if its next token is known, and is no unverified draft.
+        known_S = np.minimum(np.minimum(ends_S, inputs.num_tokens[rows_S]) - 1, self._max_length)
+        behind_S = np.minimum(starts_S, known_S)
+        behind_S -= inputs.token_ids[rows_S, behind_S] < 0  # sampled, and not known on the host
+        self._read(rows_S, behind_S)
+        long_S = np.flatnonzero((ends_S - self._num_computed_C[rows_S] > self._num_kept) & (known_S > starts_S))
+        if len(long_S):
+            self._read_step(rows_S[long_S], starts_S[long_S], known_S[long_S], firsts_S[long_S])
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
         """See Drafter. There is one pass of the head per place."""
