@@ -91,8 +91,19 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def has_embeddings(self) -> bool:
+    def drafter_folder(self) -> Path | None:
+        """The folder, or the GGUF file, of the drafter; None: there is none."""
+        return None if self.drafter is None else Path(self.drafter.model)
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether it begins with the embeddings of tokens. If not, another stage gives it the residual stream."""
         return self.stage is None or self.stage.is_first
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether it holds the embeddings."""
+        return self.stage is None or self.stage.has_embeddings
 
     @property
     def has_output(self) -> bool:

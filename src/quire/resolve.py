@@ -150,7 +150,7 @@ class _Settling:
         device = put("device", *_device(config, self._device))
         if config.num_ranks > 1:
             gpu = self._device.gpu if device == "cuda" else None
-            _check_ranks(config, model, gpu)
+            _check_ranks(config, gpu)
             why = "processes of this machine, each with a GPU; rows and columns are exchanged, and nothing is added up"
             if gpu is None:
                 why = "processes of this machine, with its cores divided; "
@@ -413,7 +413,7 @@ def _device(config: EngineConfig, device: DeviceFacts) -> Choice[str]:
     return config.device, config.sources["device"], f"{detail}; {NEVER_RUN}" if config.device == "cuda" else detail
 
 
-def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None) -> None:
+def _check_ranks(config: EngineConfig, gpu: GpuFacts | None) -> None:
     """Raise ConfigError for settings that ranks of one model do not support in this version.
 
     Args:
@@ -435,11 +435,6 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
         (gpu is not None and config.enable_eplb, "a GPU and --enable-eplb", "Leave --enable-eplb out"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
-        (
-            has_stages and model.drafter is not None,
-            "a model that drafts",
-            "Use ngram or suffix in --speculative-config",
-        ),
     )
     kinds = {"pipeline_parallel_size": "Pipeline parallelism", "tensor_parallel_size": "Tensor parallelism"}
     kind = kinds.get(name, "Sharing experts by --enable-expert-parallel and --data-parallel-size")

@@ -188,11 +188,11 @@ class DrafterSettings:
     is_greedy: bool
 
     def layers(self, target: ModelConfig) -> DrafterLayers:
-        """The layers that the drafter has in the KV cache of its target."""
+        """The layers that the drafter has in the KV cache of its target. Stages before the last one have none."""
         table = full_table(kv_groups(target))
-        assert target.drafter is not None and table is not None
+        assert table is not None
         kv = kv_format(self.form.kv_cache_dtype, self.form.dtype)
-        return DrafterLayers(tuple(target.drafter.kv_specs()), kv, table)
+        return DrafterLayers(() if target.drafter is None else tuple(target.drafter.kv_specs()), kv, table)
 
     def kv_bytes_per_token(self, target: ModelConfig) -> int:
         """The bytes of a token that the drafter adds: pages of all block tables have room for it, and it uses one."""
@@ -204,15 +204,22 @@ class DrafterSettings:
         return max(self.max_drafts + 1, LEAST_KEPT)
 
     def hidden_bytes(self, target: ModelConfig, max_num_seqs: int, max_tokens: int) -> int:
-        """The bytes of the hidden states that are kept for a head: twice for the largest step, and for its rows."""
-        if target.drafter is None or (head := target.drafter.head) is None:
+        """The bytes of the hidden states that are kept for a head: twice for the largest step, and for its rows.
+
+        A stage before the last one keeps its streams of the largest step.
+        """
+        if (stage := target.stage) is not None and not stage.is_last:
+            num_elements = max_tokens * len(stage.streams) * target.hidden_size
+        elif target.drafter is None or (head := target.drafter.head) is None:
             return 0
-        num_positions = 2 * max_tokens + max_num_seqs * self.positions_kept
-        return num_positions * head.hidden_width * DTYPE_BYTES[self.form.dtype]
+        else:
+            num_elements = (2 * max_tokens + max_num_seqs * self.positions_kept) * head.hidden_width
+        return num_elements * DTYPE_BYTES[self.form.dtype]
 
     def weight_bytes(self, target: ModelConfig, isa: str) -> int:
-        """The bytes of the drafter's weights in memory, once they are loaded."""
-        assert target.drafter is not None
+        """The bytes of the drafter's weights in memory, once they are loaded. Another stage may have them."""
+        if target.drafter is None:
+            return 0
         is_packed = packs_floats(isa)
         return target.drafter.weight_bytes(self.form.dtype, self.form.quantization, is_packed=is_packed)
 
@@ -252,7 +259,7 @@ class LoraSettings:
         """The last name, the in-features and the out-features of each weight that adapters may change."""
         linears = [linear for linear in model.linears() if linear.is_adaptable]
         shards = [(name, linear.in_features, size) for linear in linears for name, size in linear.shards]
-        if model.has_embeddings:
+        if model.takes_tokens:
             shards.append(("embed_tokens", model.vocab_size, model.hidden_size))
         return [shard for shard in shards if not self.target_modules or shard[0] in self.target_modules]
 

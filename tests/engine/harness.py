@@ -42,11 +42,12 @@ from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.draft_draws import DraftDraws
 from quire.worker.draft_model import DraftModel
 from quire.worker.drafter import Drafter
-from quire.worker.head_drafter import HeadDrafter, TargetStreams
+from quire.worker.head_drafter import HeadDrafter
 from quire.worker.input_batch import InputBatch, Padding
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recorded_steps import RecordedSteps
+from quire.worker.target_streams import TargetStreams
 from tests.examples import IS_FULL
 from tests.loading import load_model
 from tests.quantization.checkpoints import Format, write_quantized
@@ -239,7 +240,7 @@ def _streams(schedule: Schedule, model: CausalLM) -> TargetStreams | None:
             model.keep_streams((), torch.empty(0))  # tests share models, and one with a head may have been before
         return None
     assert isinstance(model, Decoder)
-    return TargetStreams(model, head, max(schedule.chunk, schedule.max_num_seqs))
+    return TargetStreams(model, head.head.streams, max(schedule.chunk, schedule.max_num_seqs))
 
 
 def _drafter(

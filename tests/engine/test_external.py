@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import quire.demo
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.distributed import wire
@@ -94,8 +95,12 @@ def check_answers(folder: Path, size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "num_stages"), [(1, 2), (2, 1), (2, 2)])
 def test_every_rank_gets_the_answers_of_one_process(width: int, num_stages: int, tmp_path: Path) -> None:
+    """With two stages of one rank each, a head in the last one drafts."""
     size = width * num_stages
-    ended = together(tmp_path, size, tensor_parallel_size=width, pipeline_parallel_size=num_stages)
+    sizes: dict[str, Any] = {"tensor_parallel_size": width, "pipeline_parallel_size": num_stages}
+    if size == num_stages:
+        sizes["speculative_config"] = {"method": "eagle3", "model": str(quire.demo.path("eagle3"))}
+    ended = together(tmp_path, size, **sizes)
     assert [code for code, _ in ended] == [0] * size, ended
     check_answers(tmp_path, size)
 

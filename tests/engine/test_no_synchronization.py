@@ -37,10 +37,11 @@ from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.draft_draws import DraftDraws
 from quire.worker.draft_model import DraftModel
 from quire.worker.drafter import Drafter
-from quire.worker.head_drafter import HeadDrafter, TargetStreams
+from quire.worker.head_drafter import HeadDrafter
 from quire.worker.input_batch import Padding
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
+from quire.worker.target_streams import TargetStreams
 from tests.engine import heads
 from tests.loading import load_model
 from tests.worker.fake_accelerator import FakeAccelerator
@@ -159,7 +160,7 @@ def test_a_step_that_drafts_waits_once(runner: ModelRunner, kind: str, tmp_path:
         head = load_model(config, torch.bfloat16, device="meta", target=runner.model)
         assert isinstance(head, Head)
         assert isinstance(runner.model, Decoder)
-        streams = TargetStreams(runner.model, head, 256)
+        streams = TargetStreams(runner.model, head.head.streams, 256)
         drafter = HeadDrafter(head, streams, caches, inputs, draws, max_tokens=256, num_kept=8)
     graphs = runner.forward_pass.captured
     runner = ModelRunner(runner.model, runner.cache, inputs, "raw_logprobs", device, graphs, drafter)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,10 +31,12 @@ from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, EngineDeadError
 from quire.kernels import cpu
 from quire.model_config import load_model_config
+from quire.speculative_config import SpeculativeConfig
 from tests.engine.harness import run
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_rank_processes import ENDLESS, is_there, wait_for
 from tests.engine.test_sameness import brief
+from tests.engine.test_sameness_ranks_drafters import drafted
 from tests.engine.test_sameness_ranks_lora import load
 from tests.lora.adapters import write_random_adapter
 
@@ -72,9 +76,10 @@ def other_node(port: int, **more: Any) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def head(port: int, **more: Any) -> StartedEngine:
+def head(port: int, drafter_folder: Path | None = None, **more: Any) -> StartedEngine:
     config = EngineConfig.from_kwargs(**settings(port, **more))
-    return start_engine(config, quire.demo.path("target"), is_server=False, progress=ignore)
+    folder = quire.demo.path("target")
+    return start_engine(config, folder, is_server=False, progress=ignore, drafter_folder=drafter_folder)
 
 
 def children(pid: int) -> list[int]:
@@ -101,6 +106,34 @@ def test_two_machines_give_the_tokens_of_one_process(width: int, tmp_path: Path)
         engine.core.shutdown()
         assert node.wait(10) == 0
         assert not any(map(is_there, pids))
+
+
+@pytest.mark.slow
+def test_a_head_reads_streams_of_another_machine() -> None:
+    """Drafts go back to it. Drafters may have other places there, and must be the same."""
+    port, folder = free_port(), quire.demo.path("eagle3")
+    given = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
+    with other_node(port, speculative_config=json.dumps(given)) as node:
+        engine = head(port, speculative_config=SpeculativeConfig(**given), drafter_folder=folder)
+        tokens, num_drafts, num_held = drafted(engine)
+        assert tokens == run(started(1).core, brief())
+        assert num_drafts > num_held > 10
+        engine.core.shutdown()
+        assert node.wait(10) == 0
+
+
+def test_another_drafter_does_not_fit(tmp_path: Path) -> None:
+    folder = quire.demo.path("draft")
+    copied = Path(shutil.copytree(folder, tmp_path / "copied"))
+
+    def of(drafter: Path) -> Hello:
+        speculation = SpeculativeConfig(method="draft_model", model=str(drafter))
+        config = EngineConfig.from_kwargs(**settings(1), speculative_config=speculation)
+        return nodes.hello(config, quire.demo.path("target"), drafter_folder=drafter)
+
+    assert nodes.misfit(of(folder), of(copied)) is None
+    (copied / "config.json").write_text((copied / "config.json").read_text() + " ")
+    assert "with drafter" in str(nodes.misfit(of(folder), of(copied)))
 
 
 @pytest.mark.parametrize("lost", ["rank", pytest.param("node", marks=pytest.mark.slow)])

@@ -282,11 +282,20 @@ def test_drafts_of_text_and_grammars() -> None:
     assert found == found[:1] * 3
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param({"draft_tensor_parallel_size": 1}, marks=pytest.mark.slow)])
-def test_a_draft_model(more: dict[str, Any]) -> None:
-    """Shared by the ranks, or each has all of it. The first rank draws, and the others get its tokens."""
-    folder = quire.demo.path("draft")
-    engine = started(2, drafter_folder=folder, **speculation("draft_model", folder, **more))
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "method", "more"),
+    [
+        (2, 1, "draft_model", {}),
+        pytest.param(2, 1, "draft_model", {"draft_tensor_parallel_size": 1}, marks=pytest.mark.slow),
+        (2, 2, "draft_model", {}),
+        (1, 3, "eagle3", {}),
+    ],
+)
+def test_drafters_that_are_models(num_ranks: int, num_stages: int, method: str, more: dict[str, Any]) -> None:
+    """A draft model is shared by the ranks, or each has all of it. The first rank draws, and all get its tokens."""
+    folder = quire.demo.path("draft" if method == "draft_model" else method)
+    arguments = speculation(method, folder, **more)
+    engine = started(num_ranks, drafter_folder=folder, num_stages=num_stages, **arguments)
     try:
         tokens, num_drafts, num_held = drafted(engine)
     finally:

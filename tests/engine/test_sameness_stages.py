@@ -188,9 +188,6 @@ def test_what_cannot_be_cut_is_refused_before_weights_are_read(monkeypatch: pyte
     ):
         with pytest.raises(ConfigError, match=words):
             started(1, num_stages=2, **arguments)
-    folder = quire.demo.path("draft")
-    with pytest.raises(ConfigError, match="Pipeline parallelism does not go together with a model that drafts"):
-        started(1, drafter_folder=folder, num_stages=2, **speculation("draft_model", folder))
     for partition in ("1,1", f"0,{NUM_LAYERS}", f"{NUM_LAYERS}"):
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
         with pytest.raises(ConfigError, match="2 positive numbers that add up to"):
@@ -243,10 +240,10 @@ def test_tokens_that_a_grammar_forces_take_no_steps(monkeypatch: pytest.MonkeyPa
     """The rank that samples takes them; the others are told with the row's next step."""
     jumped = [constrained(**how) for how in FORCING]
     drafted = [constrained(**{"width": 2} | how) for how in DRAFTING]
-    drafted.append(constrained(1, 2, **DRAFTING[0]))
+    drafted += [constrained(1, 2, **how) for how in DRAFTING]
     monkeypatch.setattr(RowGrammar, "forced_token", lambda grammar: None)
     tokens, num_answers = constrained(1)
-    assert [found for found, _ in (*jumped, *drafted)] == [tokens] * (len(FORCING) + len(DRAFTING) + 1)
+    assert [found for found, _ in (*jumped, *drafted)] == [tokens] * (len(FORCING) + 2 * len(DRAFTING))
     assert num_answers == sum(map(len, tokens))
     assert {count for _, count in jumped} == {jumped[0][1]}
     assert jumped[0][1] < num_answers - 10

@@ -223,9 +223,9 @@ def test_what_cannot_draft(options: dict[str, Any], model: ModelConfig, message:
 def test_the_draft_model_is_found() -> None:
     speculation = SpeculativeConfig(method="draft_model", model=str(demo.path("draft")))
     parts = open_model(EngineConfig(speculative_config=speculation), ignore)
-    assert parts.drafter_folder == demo.path("draft")
+    assert parts.model_config.drafter_folder == demo.path("draft")
     assert find_model(config_with(), None, weights=False)[2].drafter == DRAFT
-    assert open_model(EngineConfig(), ignore).drafter_folder is None
+    assert open_model(EngineConfig(), ignore).model_config.drafter_folder is None
 
 
 def test_the_revision_is_of_the_draft_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:

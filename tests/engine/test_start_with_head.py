@@ -57,7 +57,12 @@ def test_the_plan_is_what_is_allocated_and_it_serves(method: str, tmp_path: Path
     parts = open_model(config, ignore)
     plain = start_engine(EngineConfig.from_kwargs(model=str(target)), target, is_server=True, progress=ignore)
     engine = start_engine(
-        config, target, is_server=True, progress=ignore, make_workers=make, drafter_folder=parts.drafter_folder
+        config,
+        target,
+        is_server=True,
+        progress=ignore,
+        make_workers=make,
+        drafter_folder=parts.model_config.drafter_folder,
     )
     expected, none = drafted(plain.core)
     tokens, num_drafts = drafted(engine.core)

@@ -19,6 +19,7 @@ import torch
 
 import quire.demo
 from quire import private_cache
+from quire.config import EngineConfig
 from quire.formats.weight_format import ON_LOAD
 from quire.kernels import cpu
 from quire.kernels.dense import linear, pack_linear
@@ -27,9 +28,13 @@ from quire.kernels.grouped import PackedGrouped, grouped_linear, pack_grouped
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.kernels.head_linear import pack_heads
 from quire.loader import packed_cache
+from quire.loader.drafter import load_drafter_config
 from quire.loader.packed_cache import PackedCache
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
+from quire.planning.cut_stages import part_of_rank
+from quire.speculative_config import SpeculativeConfig
+from tests.engine import heads
 from tests.loading import load_model
 from tests.models.paged_run import PagedRun
 from tests.models.test_quantization_config import GPTQ
@@ -190,6 +195,7 @@ SCRIPT = """
 import sys
 from dataclasses import replace
 import torch
+from quire.loader.drafter import load_drafter_config
 from quire.loader.packed_cache import PackedCache
 from quire.model_config import load_model_config
 from tests.loading import load_model
@@ -198,6 +204,21 @@ config = replace(load_model_config(sys.argv[1]), max_model_len=64)
 print(load_model(config, torch.bfloat16, packed_weights_cache=True).mapped_bytes)
 print(PackedCache(load_model_config(sys.argv[2]), torch.bfloat16, None, [])._key)
 """
+
+
+def test_a_stage_with_a_head_has_files_of_its_own(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage holds the embeddings for the head. Without the head it does not."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,3")
+    target = load_model_config(heads.write_mimo(tmp_path / "mimo"))
+    drafter = load_drafter_config(tmp_path / "mimo", SpeculativeConfig(method="mtp"), target)
+    engine, found = EngineConfig(pipeline_parallel_size=2), []
+    for whole in (target, replace(target, drafter=drafter)) * 2:
+        model = load_model(part_of_rank(whole, engine, 0), torch.bfloat16, packed_weights_cache=True)
+        join()
+        found.append((len(model.expected_weights()), model.weight_bytes(), model.mapped_bytes > 0))
+    assert [is_mapped for _, _, is_mapped in found] == [False, False, True, True]
+    assert found[0][:2] == found[2][:2] < found[1][:2] == found[3][:2]
+    assert len([*cache.iterdir()]) == 2
 
 
 def test_another_process_finds_the_same_files(model_folder: Path, cache: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,20 @@ def test_layers_of_experts_hold_more_and_read_less(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 12, "vocab_size": 1000, "mlp_only_layers": list(range(6))}
     model = load_model_config(write_config(tmp_path, "Qwen3-4B", **EXPERTS | sizes))
     assert sizes_of(model, 2) == [8, 4]
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_drafter_counts_in_the_last_stage(is_shared: bool, tmp_path: Path) -> None:
+    """It has the bytes of 8 of 12 layers. Each of two ranks holds a half of it, or all of it.
+
+    With 7 and 5 layers, the larger share is 13 of 20 layers, or 21 of 28; with 8 and 4 it is 8 of 12, or 20 of 28.
+    """
+    sizes = {"num_hidden_layers": 12, "vocab_size": 1000}
+    model = load_model_config(write_config(tmp_path, "Qwen3-4B", **sizes))
+    drafter = replace(model, layers=model.layers[:8], is_shared=is_shared)
+    config = EngineConfig(pipeline_parallel_size=2, tensor_parallel_size=2)
+    plain, drafting = (stage_layers(each, config) for each in (model, replace(model, drafter=drafter)))
+    assert [len(layers) for layers in plain] == [6, 6]
+    assert [len(layers) for layers in drafting] == ([7, 5] if is_shared else [8, 4])
+    parts = [part_of_rank(replace(model, drafter=drafter), config, rank) for rank in range(4)]
+    assert [part.drafter is not None for part in parts] == [True, True, False, False]

@@ -30,6 +30,7 @@ from quire.distributed.group import GroupError, Ranks
 from quire.distributed.shared_memory import SharedMemoryGroup
 from quire.errors import EngineDeadError
 from quire.forward_batch import ForwardBatch, LayerCache
+from quire.kernels import gpu
 from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.partial_attention import Partials, join_partials, partial_attention
 
@@ -339,6 +340,12 @@ class DeviceLink:
         rows_TD = torch.empty((num_rows, width), dtype=dtype, device=self._device)
         self._transport.recv([rows_TD], self._other, 0).wait()
         return rows_TD
+
+    def send_back(self, rows_TD: Tensor) -> None:
+        self.send(gpu.place(rows_TD, self._device))
+
+    def receive_back(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return self.receive(num_rows, width, dtype)
 
     def close(self) -> None:
         """There is nothing to close: the agreement ends the transport."""

@@ -10,7 +10,7 @@ Dimensions: T rows, N columns of all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from quire.distributed.layout import Grid
@@ -177,7 +177,10 @@ class Group(Protocol):
 
 
 class Link(Protocol):
-    """The link from a rank of a stage to a rank of the next stage. Rows arrive in the order in which they are sent."""
+    """The link from a rank of a stage to a rank of the next stage. Rows arrive in the order in which they are sent.
+
+    Rows may also come back. Both ranks call the methods for both directions in one order.
+    """
 
     @property
     def waited_seconds(self) -> float:
@@ -193,6 +196,14 @@ class Link(Protocol):
 
         On a device, the device waits for them, and the host does not.
         """
+        ...
+
+    def send_back(self, rows_TD: Tensor) -> None:
+        """Send rows from the later stage to the earlier one: like `send`, but the rows are on the host."""
+        ...
+
+    def receive_back(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Get the next rows that come back: see `receive`."""
         ...
 
     def close(self) -> None:
@@ -307,6 +318,10 @@ class Ranks:
         for steps in self.steps:
             steps.leave_step()
         self.whereabouts.end_step()
+
+    def of_stage(self) -> Ranks:
+        """The ranks that share this rank's stage, for a model that the stage has as a whole."""
+        return replace(self, before=None, behind=None)
 
     @property
     def waited_seconds(self) -> float:

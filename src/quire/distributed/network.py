@@ -49,6 +49,8 @@ class SocketLink:
         self.waited_seconds += time.perf_counter() - start
         return rows_TD
 
+    send_back, receive_back = send, receive  # a connection has both directions
+
     def close(self) -> None:
         self._peer.close()
 

@@ -292,5 +292,11 @@ class SharedMemoryLink:
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self._pair.gather_to(1, torch.empty((num_rows, 0), dtype=dtype), (width, 0))
 
+    def send_back(self, rows_TD: Tensor) -> None:
+        self._pair.gather_to(0, rows_TD, (0, rows_TD.shape[1]))
+
+    def receive_back(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return self._pair.gather_to(0, torch.empty((num_rows, 0), dtype=dtype), (0, width))
+
     def close(self) -> None:
         """There is nothing to close: the system frees the memory with its last owner."""

@@ -128,7 +128,7 @@ def start_external(config: EngineConfig, model_config: ModelConfig, progress: Pr
         devices.see_gpu(devices.own_gpu(rank % grid.num_local))
     progress("load", 0.0, f"rank {rank} of {grid.size} waits for the others")
     try:
-        met = _meet(rank, grid, config, Path(model_config.model), partial(progress, "load", 0.0))
+        met = _meet(rank, grid, config, model_config, partial(progress, "load", 0.0))
     except OSError as error:
         raise ConfigError(
             f"The ranks have not met: {error}", fix="Start as many as WORLD_SIZE says", param="RANK"
@@ -206,7 +206,7 @@ class _Met:
     links: dict[int, int]
 
 
-def _meet(rank: int, grid: Grid, config: EngineConfig, folder: Path, waiting: Callable[[str], None]) -> _Met:
+def _meet(rank: int, grid: Grid, config: EngineConfig, model: ModelConfig, waiting: Callable[[str], None]) -> _Met:
     """Connections to all ranks, and the memory that ranks of this machine share. Raises OSError or ConfigError."""
     until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
     name = f"\0quire-ranks-{envs.MASTER_ADDR.get()}-{envs.MASTER_PORT.get()}-{config.node_rank}"
@@ -214,7 +214,7 @@ def _meet(rank: int, grid: Grid, config: EngineConfig, folder: Path, waiting: Ca
         if rank % grid.num_local:
             met = _join(rank, name, until, on_error)
         else:
-            met = _gather(rank, grid, name, until, on_error, partial(_connect, config, grid, folder, waiting))
+            met = _gather(rank, grid, name, until, on_error, partial(_connect, config, grid, model, waiting))
         on_error.pop_all()
     return met
 
@@ -224,16 +224,17 @@ _Connections = tuple[dict[int, dict[int, socket.socket]], dict[int, dict[int, so
 
 
 def _connect(
-    config: EngineConfig, grid: Grid, folder: Path, waiting: Callable[[str], None], on_error: ExitStack
+    config: EngineConfig, grid: Grid, model: ModelConfig, waiting: Callable[[str], None], on_error: ExitStack
 ) -> _Connections:
     """All connections of this machine to others. Raises ConfigError."""
     if grid.num_nodes == 1:
         return {}, {}
+    folder, drafter_folder = Path(model.model), model.drafter_folder
     if config.node_rank:
-        connected = connect_node(config, folder, on_error)
+        connected = connect_node(config, folder, on_error, drafter_folder)
         connected.home.close()
         return {rank: {0: peer} for rank, peer in connected.controls.items()}, connected.links
-    joined = let_in(config, folder, waiting)
+    joined = let_in(config, folder, waiting, drafter_folder=drafter_folder)
     for peer in joined.peers():
         on_error.enter_context(peer)
     for peer in joined.homes.values():

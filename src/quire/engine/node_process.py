@@ -28,16 +28,19 @@ from quire.planning.cut_stages import grid_of
 logger = get_logger(__name__)
 
 
-def run_node(config: EngineConfig, model_folder: Path, interpreters: list[RankInterpreter]) -> int:
+def run_node(
+    config: EngineConfig, model_folder: Path, interpreters: list[RankInterpreter], drafter_folder: Path | None
+) -> int:
     """Compute for node 0 until it ends. Returns the exit code: 0, or 1 if a rank of this node was lost.
 
     Args:
         interpreters: interpreters for the ranks: see ranks.start_ranks.
+        drafter_folder: see nodes.hello.
 
     Raises ConfigError if node 0 cannot be reached, or refuses this node.
     """
     with ExitStack() as opened:
-        return _run(config, model_folder, interpreters, opened)
+        return _run(config, model_folder, interpreters, opened, drafter_folder)
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,14 @@ class Connected:
     links: dict[int, dict[int, socket.socket]]
 
 
-def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) -> Connected:
+def connect_node(
+    config: EngineConfig, model_folder: Path, opened: ExitStack, drafter_folder: Path | None = None
+) -> Connected:
     """Connect this node and all its ranks to node 0.
 
     Args:
         opened: closes the connections at its end.
+        drafter_folder: see nodes.hello.
 
     Raises ConfigError if node 0 cannot be reached, or refuses this node.
     """
@@ -72,7 +78,8 @@ def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) ->
     try:
         home = opened.enter_context(wire.connect(*place, key, until))
         listener = opened.enter_context(wire.listen(home.getsockname()[0], 0))
-        wire.send(home, nodes.encode(nodes.hello(config, model_folder, listener.getsockname()[1])))
+        own = nodes.hello(config, model_folder, listener.getsockname()[1], drafter_folder)
+        wire.send(home, nodes.encode(own))
         message = nodes.decode(wire.receive(home))
         if isinstance(message, Refused):
             raise ConfigError(
@@ -94,9 +101,9 @@ def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) ->
             nodes.take(listener, key, until, arrived)
         for peer in arrived.links.values():
             opened.enter_context(peer)
-        own = grid.ranks_of(config.node_rank)
-        controls = {rank: connect(rank, "orders") for rank in own}
-        adapters = {rank: connect(rank, "adapters") for rank in own} if config.enable_lora else {}
+        here = grid.ranks_of(config.node_rank)
+        controls = {rank: connect(rank, "orders") for rank in here}
+        adapters = {rank: connect(rank, "adapters") for rank in here} if config.enable_lora else {}
     except (TimeoutError, wire.WireError, OSError) as error:
         raise ConfigError(
             f"Node 0 is not reached: {error}",
@@ -112,18 +119,24 @@ def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) ->
     return Connected(home, controls, adapters, links)
 
 
-def _run(config: EngineConfig, model_folder: Path, interpreters: list[RankInterpreter], opened: ExitStack) -> int:
+def _run(
+    config: EngineConfig,
+    model_folder: Path,
+    interpreters: list[RankInterpreter],
+    opened: ExitStack,
+    drafter_folder: Path | None,
+) -> int:
     grid, cpus = grid_of(config), cpus_of_processes(config)
-    connected = connect_node(config, model_folder, opened)
+    connected = connect_node(config, model_folder, opened, drafter_folder)
     memory = make_memory(grid)
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for rank, control in connected.controls.items():
             links = {other: peer.fileno() for other, peer in connected.links[rank].items()}
             own = cpus[rank % grid.num_local] if cpus else set[int]()
-            model = str(model_folder)
+            model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
             adapters = connected.adapters[rank].fileno() if connected.adapters else None
-            launch = RankLaunch(config, model, None, rank, control.fileno(), memory, adapters, True, links, own)
+            launch = RankLaunch(config, model, drafter, rank, control.fileno(), memory, adapters, True, links, own)
             interpreter = interpreters.pop() if interpreters else RankInterpreter()
             processes[rank] = interpreter.launch(launch)
         os.close(memory)

@@ -87,19 +87,22 @@ encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
 decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
 
 
-def hello(config: EngineConfig, model_folder: Path, port: int = 0) -> Hello:
-    """The description of this node."""
+def hello(config: EngineConfig, model_folder: Path, port: int = 0, drafter_folder: Path | None = None) -> Hello:
+    """The description of this node.
+
+    Args:
+        drafter_folder: the folder of the model that drafts; None: no model drafts.
+    """
     shown = {f.name: getattr(config, f.name) for f in options(EngineConfig) if not f.metadata["secret"]}
     settings: dict[str, Any] = {name: value for name, value in shown.items() if name not in _OWN_SETTINGS}
     settings[envs.PP_LAYER_PARTITION.name] = envs.PP_LAYER_PARTITION.get()
-    return Hello(
-        config.node_rank,
-        __version__,
-        extension.chosen_isa(),
-        checkpoint(model_folder, is_dummy=config.load_format == "dummy"),
-        msgspec.json.decode(msgspec.json.encode(settings)),  # the form in which the settings of other nodes arrive
-        port,
-    )
+    told = msgspec.json.decode(msgspec.json.encode(settings))  # the form in which the settings of other nodes arrive
+    is_dummy = config.load_format == "dummy"
+    found = checkpoint(model_folder, is_dummy=is_dummy)
+    if drafter_folder is not None:  # the cut of the model depends on it. Its place may differ, as the model's may
+        found += f" with drafter {checkpoint(drafter_folder, is_dummy=is_dummy)}"
+        del told["speculative_config"]["model"]
+    return Hello(config.node_rank, __version__, extension.chosen_isa(), found, told, port)
 
 
 def checkpoint(folder: Path, *, is_dummy: bool) -> str:
@@ -169,20 +172,25 @@ class Starting(Protocol):
 
 
 def let_in(
-    config: EngineConfig, model_folder: Path, waiting: Callable[[str], None], starting: Starting | None = None
+    config: EngineConfig,
+    model_folder: Path,
+    waiting: Callable[[str], None],
+    starting: Starting | None = None,
+    drafter_folder: Path | None = None,
 ) -> Joined:
     """Wait for all other nodes, and connect their ranks.
 
     Args:
         waiting: is called with a text that says which nodes are still missing.
         starting: starts the nodes; None: people start them.
+        drafter_folder: see `hello`.
 
     Raises:
         ConfigError: the port is in use, or a node does not come in time.
     """
     key = wire.cluster_key() if starting is None else starting.key.encode()
     place = (config.master_addr, config.master_port) if starting is None else (starting.address, starting.port)
-    own, joined = hello(config, model_folder), Joined()
+    own, joined = hello(config, model_folder, drafter_folder=drafter_folder), Joined()
     try:
         with wire.listen(*place) as listener:
             if starting is not None:

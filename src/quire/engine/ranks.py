@@ -109,7 +109,9 @@ def start_ranks(
         if grid.num_nodes > 1:
             if starting := _starting(config):
                 on_error.callback(starting.close)
-            joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail), starting)
+            joined = let_in(
+                config, model_folder, lambda detail: progress("load", 0.0, detail), starting, drafter_folder
+            )
             for peer in joined.peers():
                 on_error.callback(peer.close)
                 on_error.callback(wire.end, peer)

@@ -71,11 +71,6 @@ class FrontEndParts:
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
 
-    @property
-    def drafter_folder(self) -> Path | None:
-        """The folder, or the GGUF file, of the drafter; None: there is none."""
-        return None if self.model_config.drafter is None else Path(self.model_config.drafter.model)
-
 
 def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool) -> tuple[Path, str, ModelConfig]:
     """The model's folder or GGUF file, name and facts; missing files are downloaded, weights only on request.
@@ -370,7 +365,7 @@ def _engine_processes(
         facts = (config, parts.model_folder, places)
         return EngineProcesses([RayReplica(*facts, index, tokenizer) for index in range(count)], places)
     first: Sequence[EngineInterpreter | None] = interpreters or [None] * count
-    more = (parts.drafter_folder, devices.free_memory_bytes() if count > 1 else None, tokenizer)
+    more = (parts.model_config.drafter_folder, devices.free_memory_bytes() if count > 1 else None, tokenizer)
     handles = [
         EngineProcessHandle(config, parts.model_folder, interpreter, index, *more)
         for index, interpreter in enumerate(first)

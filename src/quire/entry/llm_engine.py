@@ -66,7 +66,7 @@ class LLMEngine:
                     parts.model_folder,
                     is_server=False,
                     progress=progress,
-                    drafter_folder=parts.drafter_folder,
+                    drafter_folder=parts.model_config.drafter_folder,
                     interpreters=interpreters,
                     start_time=start_time,
                 )

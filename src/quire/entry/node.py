@@ -39,7 +39,7 @@ def compute_for_node_0(config: EngineConfig) -> int:
         finally:
             display.close()
         check_cuts(model, config)
-        exit_code: int = load("quire.engine.node_process").run_node(config, folder, interpreters)
+        exit_code: int = load("quire.engine.node_process").run_node(config, folder, interpreters, model.drafter_folder)
         return exit_code
 
 

@@ -29,7 +29,7 @@ def find(launch: EngineLaunch, progress: Progress) -> tuple[Path, Path | None]:
             fix="Copy the files, or name a repository of the hub and its --revision",
             param="model",
         )
-    return folder, None if model.drafter is None else Path(model.drafter.model)
+    return folder, model.drafter_folder
 
 
 if __name__ == "__main__":

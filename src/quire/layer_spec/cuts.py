@@ -95,11 +95,14 @@ class Stage:
     """The part of a model that one of several stages holds: some of its layers.
 
     Attributes:
-        index: the number of the stage. Stage 0 has the embeddings; the last stage has the final norm and the output.
+        index: the number of the stage. Stage 0 takes tokens; the last stage has the final norm and the output.
         layers: the numbers of its layers.
         all_layers: the layers of the model, of which adapters have the names.
         tables: the cache contents of all layers of the model, with their numbers of block tables. All stages have the
             same tables.
+        streams: the residual streams that this stage keeps for a head in the last stage: see DraftHead. It gets those
+            of earlier stages, and sends all of them on.
+        has_embeddings: whether it holds the embeddings: the first stage, and the last one for a head without its own.
     """
 
     index: int
@@ -107,6 +110,8 @@ class Stage:
     layers: range
     all_layers: tuple[LayerSpec, ...]
     tables: tuple[tuple[KvSpec, int], ...]
+    streams: tuple[int, ...]
+    has_embeddings: bool
 
     @property
     def is_first(self) -> bool:

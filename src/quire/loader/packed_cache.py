@@ -70,7 +70,7 @@ class PackedCache:
         if (share := config.vocab_share) is not None:
             form += f" rank {share.rank} of {len(share.rows[0])}"
         if (stage := config.stage) is not None:
-            form += f" stage {stage.index} of {stage.num_stages}"
+            form += f" stage {stage.index} of {stage.num_stages}{' with a head' if stage.streams else ''}"
         self._key = {
             "files": [file_identity(path) for path in files],
             "config": digest(repr(dataclasses.replace(config, max_model_len=0))),

@@ -51,7 +51,11 @@ def measure() -> dict[str, Any]:
     parts = open_model(config, lambda phase, fraction, detail: None)
     mark("tokenizer")
     engine = start_engine(
-        config, parts.model_folder, is_server=False, progress=progress, drafter_folder=parts.drafter_folder
+        config,
+        parts.model_folder,
+        is_server=False,
+        progress=progress,
+        drafter_folder=parts.model_config.drafter_folder,
     )
     mark(current)
     inputs = parts.input_processor.with_max_model_len(engine.resolved.model.max_model_len)

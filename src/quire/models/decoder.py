@@ -212,11 +212,13 @@ class Decoder:
         """From now on, each forward pass copies the residual streams before these layers to `kept_TAD`.
 
         Args:
-            layers: A indices of layers, in any order. The number of all layers means the stream after the last layer.
+            layers: A indices of layers of the whole model, in any order. The number of all layers means the stream
+                after the last layer. Streams of other stages are left out.
             kept_TAD: memory for the A streams of the tokens of the largest pass, in the model's dtype.
         """
         parts: list[_PartOfPass] = []
-        for layer, sublayers in enumerate([*self._layers, []]):
+        first = 0 if self.config.stage is None else self.config.stage.layers.start
+        for layer, sublayers in enumerate([*self._layers, []], first):
             parts += [_KeptStream(kept_TAD[:, at]) for at, kept in enumerate(layers) if kept == layer]
             parts += sublayers
         self._parts_of_pass = parts
@@ -264,8 +266,8 @@ class Decoder:
         return residual_TD
 
     def embed_step(self, batch: ForwardBatch) -> Tensor:
-        """The residual stream that `run_blocks` begins with. A stage without embeddings gets it with the batch."""
-        if self.config.has_embeddings:
+        """The residual stream that `run_blocks` begins with. A stage behind the first one gets it with the batch."""
+        if self.config.takes_tokens:
             return self.embed(batch.token_ids_T, batch.adapter_slots_T)
         assert batch.hidden_TD is not None, "the stage before sends it"
         return batch.hidden_TD
@@ -273,7 +275,7 @@ class Decoder:
     def adaptable(self) -> Iterator[Adaptable]:
         """Every layer here that adapters may change: the embeddings come first and the output projection last."""
         hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
-        if self.config.has_embeddings:
+        if self.config.takes_tokens:
             yield Adaptable(self._embed, ((EMBEDDINGS, hidden_size),), vocab_size, looks_up=True)
         for prefix, part in self._parts:
             if isinstance(part, Linear) and part.is_adaptable and not isinstance(part, OutputProjection):

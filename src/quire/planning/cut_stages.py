@@ -18,9 +18,10 @@ from quire.errors import ConfigError
 from quire.formats.kv_groups import kv_groups
 from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
 from quire.layer_spec.cuts import Stage
+from quire.layer_spec.draft_head import DraftHead
 from quire.layer_spec.shapes import LinearShape
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_division
+from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_division, why_not_cut
 
 
 def grid_of(config: EngineConfig) -> Grid:
@@ -64,7 +65,22 @@ def part_of_rank(model: ModelConfig, config: EngineConfig, rank: int) -> ModelCo
     index, tables = grid.stage(rank), tuple((group.spec, group.num_tables) for group in kv_groups(part))
     layers = stage_layers(model, config)[index]
     own = part.layers[layers.start : layers.stop]
-    return replace(part, layers=own, stage=Stage(index, grid.num_stages, layers, part.layers, tables))
+    is_last, streams = index == grid.num_stages - 1, tuple[int, ...]()
+    if (head := _head_of(part)) is not None:  # the stream after the last layer is the last stage's too
+        streams = tuple(layer for layer in head.streams if is_last or layer < layers.stop)
+    has_embeddings = index == 0 or (is_last and _lends_embeddings(part))
+    stage = Stage(index, grid.num_stages, layers, part.layers, tables, streams, has_embeddings)
+    return replace(part, layers=own, stage=stage, drafter=part.drafter if is_last else None)
+
+
+def _head_of(model: ModelConfig) -> DraftHead | None:
+    return None if model.drafter is None else model.drafter.head
+
+
+def _lends_embeddings(model: ModelConfig) -> bool:
+    """Whether a head uses the model's embeddings."""
+    head = _head_of(model)
+    return head is not None and not head.owns_embeddings
 
 
 def stage_layers(model: ModelConfig, config: EngineConfig) -> list[range]:
@@ -132,11 +148,24 @@ def _costs(model: ModelConfig, config: EngineConfig) -> _Costs:
     def num_bytes(linear: LinearShape) -> int:
         return sum(part.num_bytes(dtype, is_packed=True) for part in model.stored(linear, quantization))
 
+    drafter = _drafter_bytes(model, config, quantization, dtype)
     layers = [
         (sum(map(num_bytes, layer.linears())), sum(map(num_bytes, layer.active_linears()))) for layer in model.layers
     ]
-    output = num_bytes(model.output_linear())
-    return _Costs(layers, (num_bytes(model.embeddings()), 0), (output, output))
+    output, embeddings = num_bytes(model.output_linear()), num_bytes(model.embeddings())
+    if _lends_embeddings(model) and not model.tie_word_embeddings:
+        drafter += embeddings
+    return _Costs(layers, (embeddings, 0), (output + drafter, output))
+
+
+def _drafter_bytes(model: ModelConfig, config: EngineConfig, quantization: str | None, dtype: str) -> int:
+    """The bytes of the drafter, which the last stage holds. While it drafts, all stages wait: its time is nobody's."""
+    if (drafter := model.drafter) is None:
+        return 0
+    num_bytes = drafter.weight_bytes(dtype, None if drafter.quantized is not None else quantization)
+    num_ranks = config.tensor_parallel_size
+    is_cut = drafter.is_shared and why_not_cut(drafter, num_ranks) is None
+    return num_bytes if is_cut else num_bytes * num_ranks
 
 
 def _balanced(costs: _Costs, num_stages: int) -> list[int]:

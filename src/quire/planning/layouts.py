@@ -40,12 +40,14 @@ class RankShare:
         grid: the grid of all ranks.
         layers: the layers of the stage.
         num_experts: the number of whole experts of a layer; 0: it has rows of all experts, or there are no experts.
+        has_drafter: whether it has the model that drafts, or a part of it. Then sizes include it.
     """
 
     grid: Grid
     ranks: range
     layers: range
     num_experts: int
+    has_drafter: bool
     weight_bytes: int
     kv_bytes_per_token: int
 
@@ -64,8 +66,9 @@ class RankShare:
         where = f"stage {self.stage}, " if self.grid.num_stages > 1 else ""
         where = f"node {self.node}, {where}" if self.grid.num_nodes > 1 else where
         experts = f"{self.num_experts} experts of a layer, " if self.num_experts else ""
+        drafter = "the drafter, " if self.has_drafter else ""
         return (
-            f"{who}: {where}layers {self.layers[0]} to {self.layers[-1]}, {experts}"
+            f"{who}: {where}layers {self.layers[0]} to {self.layers[-1]}, {experts}{drafter}"
             f"weights {shown_bytes(self.weight_bytes)}, KV {self.kv_bytes_per_token:,} bytes per token"
         )
 
@@ -78,6 +81,7 @@ class RankShare:
                 "stage": self.stage,
                 "layers": [self.layers[0], self.layers[-1]],
                 "num_experts": self.num_experts,
+                "has_drafter": self.has_drafter,
                 "weight_bytes": self.weight_bytes,
                 "kv_bytes_per_token": self.kv_bytes_per_token,
             }
@@ -91,12 +95,13 @@ def rank_shares(model: ModelConfig, engine: EngineConfig, resolved: Resolved) ->
     grid, form = grid_of(engine), resolved.model
     kv = kv_format(form.kv_cache_dtype, form.dtype)
 
-    def share(rank: int) -> tuple[range, int, int, int]:
+    def share(rank: int) -> tuple[range, int, bool, int, int]:
         part = part_of_rank(model, engine, rank)
         layers = range(model.num_layers) if part.stage is None else part.stage.layers
         experts = (each.num_experts for each in part.experts() if each.placement is not None)
         kv_bytes = part.kv_bytes_per_token(kv) // engine.decode_context_parallel_size
-        return layers, next(experts, 0), planned_weight_bytes(resolved, part), kv_bytes
+        kv_bytes += 0 if resolved.drafter is None else resolved.drafter.kv_bytes_per_token(part)
+        return layers, next(experts, 0), part.drafter is not None, planned_weight_bytes(resolved, part), kv_bytes
 
     found = []
     for held, ranks in groupby(range(grid.size), share):

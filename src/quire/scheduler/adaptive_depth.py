@@ -159,6 +159,8 @@ class AdaptiveDepth:
         draft_seconds: the time of a drafter in the worker; None: drafts cost no time.
         steps_in_flight: if there are several, they hide the time of the host. A step with drafts cannot hide it,
             because it waits for the tokens of the step before.
+        num_stages: the number of pipeline stages. If there are several, steps without drafts have only a part of the
+            requests, and a step with drafts has all of them.
         reads_late: whether the drafter reads missing tokens of a request only when it drafts for this request.
         beside_prompts: predicts the time of a step with this number of tokens of a prompt, and the time of one more
             row in it; None: prompts set no limit to drafts.
@@ -174,6 +176,7 @@ class AdaptiveDepth:
         draft_seconds: DrafterTime | None = None,
         steps_in_flight: int = 1,
         *,
+        num_stages: int = 1,
         reads_late: bool = True,
         beside_prompts: Callable[[int], tuple[float, float]] | None = None,
     ) -> None:
@@ -181,7 +184,7 @@ class AdaptiveDepth:
         self._beside_prompts = beside_prompts
         # Beside prompts: the seconds that drafts may still add to this step, and those of one more row.
         self._room, self._row_seconds = math.inf, 0.0
-        self._reads_late = draft_seconds is not None and reads_late
+        self._num_stages, self._reads_late = num_stages, draft_seconds is not None and reads_late
         self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
         self.waits = self._is_reading = False
         self._num_missed = 0  # tokens that the drafter reads in this step
@@ -502,6 +505,8 @@ class AdaptiveDepth:
         """Ask for the present times of steps."""
         is_first, num_requests = not self._seconds, len(starts)
         self._seconds = self._step_seconds(starts, most)
+        if self._num_stages > 1:  # stages side by side complete a step of a part in the time of one stage
+            self._hidden_share = 1 - self._step_seconds(starts[:: self._num_stages], 0)[0] / self._seconds[0]
         self._next_look = self._step + self._look_steps
         if self._reads_late and self._draft_seconds is not None:  # each step adds tokens that the drafter must read
             needed = 1.1 * (self._draft_seconds(2) - self._draft_seconds(1)) / self._seconds[0]

@@ -118,6 +118,9 @@ def speculation_of(
         max_tokens: see Speculation.
         vocab_size: the number of tokens of the model.
     """
+    # With several stages each request waits by itself. But a drafter in the last stage keeps all stages waiting, so a
+    # step with its drafts is alone.
+    waits = schedule.pipeline_parallel_size == 1 or config.method in BY_WORKER
     drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if config.method in BY_WORKER else None
     adaptive = None
     if config.adaptive:
@@ -126,12 +129,12 @@ def speculation_of(
             cost.with_drafts,
             drafter,
             schedule.depth,
+            num_stages=schedule.pipeline_parallel_size if waits else 1,
             reads_late=reads_late,
             beside_prompts=cost.beside_prompts,
         )
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
-    waits = schedule.pipeline_parallel_size == 1  # with several stages, each request waits by itself
     return Speculation(
         proposer,
         most,

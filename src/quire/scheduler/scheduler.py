@@ -560,8 +560,11 @@ class Scheduler:
         return bool(self._in_flight) and any(next(reversed(self._in_flight.values())).batch.num_logits)
 
     def _num_answers_of_batch(self) -> int:
-        """The most decodes of one batch. With several stages, each batch gets an equal part of all decodes."""
-        if self.num_stages == 1:
+        """The most decodes of one batch. With several stages, each batch gets an equal part of all decodes.
+
+        If drafts pay, no batch is made before the tokens of the last one are known, so this batch gets all.
+        """
+        if self.num_stages == 1 or self.speculation.waits:
             return len(self._running)
         num_answers = sum(request.num_computed_tokens >= len(request.prompt_token_ids) for request in self._running)
         return max(-(-num_answers // self.num_stages), 1)

@@ -104,7 +104,7 @@ class StepGraphs:
         self._hidden_TD = torch.empty(
             (max(size.tokens for size in sizes), model.config.hidden_size), dtype=model.dtype, device=accelerator.device
         )
-        is_given = model.config.head is not None or not model.config.has_embeddings
+        is_given = model.config.head is not None or not model.config.takes_tokens
         self._given_TD = torch.zeros_like(self._hidden_TD) if is_given else None
 
     @torch.inference_mode()

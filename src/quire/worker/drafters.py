@@ -12,20 +12,26 @@ from quire.worker.captured_steps import CapturedSteps
 from quire.worker.draft_draws import DraftDraws
 from quire.worker.draft_model import DraftModel
 from quire.worker.drafter import Drafter
-from quire.worker.head_drafter import HeadDrafter, TargetStreams
+from quire.worker.head_drafter import HeadDrafter
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_cache import PagedCache
+from quire.worker.target_streams import TargetStreams
 
 
 def streams_for(target: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> TargetStreams | None:
-    """Let the target keep the hidden states that a head reads; None: the drafter is no head.
+    """Let the target keep the residual streams that a head reads; None: no head reads any of this stage.
 
     The forward pass of the target changes with this call. So call it before a pass is captured.
+
+    Args:
+        drafter: the drafter of this rank. The drafter of a stage before the last one is on other ranks.
     """
-    if not isinstance(drafter, Head):
+    stage = target.config.stage
+    layers = drafter.head.streams if isinstance(drafter, Head) else () if stage is None else stage.streams
+    if not layers:
         return None
     assert isinstance(target, Decoder), "drafter_settings refuses that"
-    return TargetStreams(target, drafter, settings.most_tokens)
+    return TargetStreams(target, layers, settings.most_tokens)
 
 
 def drafter_of(

@@ -17,6 +17,7 @@ from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.input_batch import InputBatch, StagedStep, StepRows
+from quire.worker.target_streams import TargetStreams
 
 
 class ForwardPass:
@@ -26,6 +27,7 @@ class ForwardPass:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
         before: the link from the pipeline stage before, which gives the residual stream; None: this is the first stage.
         behind: the link to the next pipeline stage, which takes the residual stream; None: this is the last stage.
+        streams: go with the residual stream, for a head in the last stage; None: there is none, or no stages.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class ForwardPass:
         captured: CapturedSteps | None = None,
         before: Link | None = None,
         behind: Link | None = None,
+        streams: TargetStreams | None = None,
     ) -> None:
         self.model, self.captured, self._before, self._behind = model, captured, before, behind
-        self._caches, self._inputs = caches, inputs
+        self._caches, self._inputs, self._streams = caches, inputs, streams
 
     def stage(self, step: StepRows, parameters: Sequence[NDArray[Any]] = ()) -> StagedStep:
         """See InputBatch.stage. The step is padded to the size of a captured pass, if one fits."""
@@ -59,12 +62,16 @@ class ForwardPass:
         if self._before is not None:
             config = self.model.config
             hidden_TD = self._before.receive(staged.num_tokens, config.hidden_size, self.model.dtype)
+            if self._streams is not None:
+                self._streams.receive(self._before, staged.num_tokens)
         if self.captured is None or staged.padding is None:
             found_TD = self.model.forward(self._inputs.forward_batch(staged, self._caches, hidden_TD))
         else:
             found_TD = self.captured.run(staged.padding, staged, hidden_TD)[: staged.num_tokens]
         if self._behind is not None:
             self._behind.send(found_TD)
+            if self._streams is not None:
+                self._streams.send(self._behind, staged.num_tokens)
         return found_TD
 
     def logits(

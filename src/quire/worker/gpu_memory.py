@@ -67,7 +67,8 @@ class OnGpu:
         if drafter is not None:
             form, drafter_bytes = settings.of_drafter(), drafter.weight_bytes()
             cache = kv_cache.allocate_for(drafter.config, form.model, 1, self.memory_device)
-            more = measure_work(drafter, cache, form, self._accelerator, max_model_len, self._ranks)
+            ranks = None if self._ranks is None else self._ranks.of_stage()
+            more = measure_work(drafter, cache, form, self._accelerator, max_model_len, ranks)
             step_bytes, graph_bytes = max(work.step_bytes, more.step_bytes), work.graph_bytes + more.graph_bytes
             work = replace(work, step_bytes=step_bytes, graph_bytes=graph_bytes)
         del cache
@@ -116,7 +117,8 @@ class OnGpu:
             group = _group_of(self._ranks)
             drafts = drafter_of(drafter, streams, cache, inputs, self._accelerator, own, settings, group)
         mode = settings.model.logprobs_mode
-        return ModelRunner(model, cache, inputs, mode, self._accelerator, graphs, drafts, ranks=self._ranks)
+        device, ranks = self._accelerator, self._ranks
+        return ModelRunner(model, cache, inputs, mode, device, graphs, drafts, ranks=ranks, streams=streams)
 
 
 def _group_of(ranks: Ranks | None) -> Group | None:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels import gpu
-from quire.models.decoder import Decoder
 from quire.models.head import Head
 from quire.schedule import ScheduledBatch
 from quire.worker.captured_steps import CapturedSteps
@@ -32,27 +31,7 @@ from quire.worker.drafter import ANY_TOKEN, Drafted
 from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import InputBatch, StepRows
 from quire.worker.kv_cache import PagedCache
-
-
-class TargetStreams:
-    """The hidden states of the target's last step that a head reads.
-
-    Args:
-        target: it copies its residual streams here in each pass, from now on.
-        max_tokens: the most tokens of a step.
-    """
-
-    def __init__(self, target: Decoder, head: Head, max_tokens: int) -> None:
-        shape = (max_tokens, len(head.head.streams), head.head.stream_size)
-        kept_TAD = torch.empty(shape, dtype=head.dtype, device=head.device)
-        target.keep_streams(head.head.streams, kept_TAD)
-        self.kept_TX = kept_TAD.view(max_tokens, -1)
-        self.picked_TX = torch.empty_like(self.kept_TX)  # the result of `of`
-
-    def of(self, index_N: NDArray[np.int64]) -> Tensor:
-        """The streams [N, X] of these tokens of the step. The next call overwrites them."""
-        at_N = gpu.place(torch.from_numpy(index_N), self.kept_TX.device)
-        return torch.index_select(self.kept_TX, 0, at_N, out=self.picked_TX[: len(index_N)])
+from quire.worker.target_streams import TargetStreams
 
 
 class HeadDrafter:
@@ -89,11 +68,12 @@ class HeadDrafter:
         self._num_seen_C = np.zeros(capacity, dtype=np.int64)
         width = self._streams.kept_TX.shape[1]
         self._kept_CWX = torch.empty((capacity, self._num_kept, width), dtype=head.dtype, device=head.device)
+        self._picked_TX = torch.empty_like(self._streams.kept_TX)  # the result of _picked
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the memory for hidden states."""
-        return sum(each.nbytes for each in (self._kept_CWX, self._streams.kept_TX, self._streams.picked_TX))
+        return sum(each.nbytes for each in (self._kept_CWX, self._streams.kept_TX, self._picked_TX))
 
     def follow(self, batch: ScheduledBatch) -> None:
         """See Drafter. A new row begins after the positions that other requests have computed."""
@@ -196,7 +176,7 @@ class HeadDrafter:
             firsts_R: the index in the target's step of each row's position `starts_R`.
         """
         step = _without_logits(rows_R, starts_R, ends_R - starts_R)
-        self._read_positions(step, self._head.hidden_of(self._streams.of(_ranges(firsts_R, step.lens_S))))
+        self._read_positions(step, self._head.hidden_of(self._picked(_ranges(firsts_R, step.lens_S))))
 
     def _read_positions(self, step: StepRows, hidden_TD: Tensor) -> None:
         """Compute the keys and values of a step.
@@ -226,7 +206,7 @@ class HeadDrafter:
         num_kept = int(lens_S.sum())
         # Usually all tokens of the step are kept: then no copy is needed.
         streams_NX = (
-            self._streams.kept_TX[:num_kept] if num_kept == num_tokens else self._streams.of(_ranges(firsts_S, lens_S))
+            self._streams.kept_TX[:num_kept] if num_kept == num_tokens else self._picked(_ranges(firsts_S, lens_S))
         )
         self._kept_CWX.view(-1, streams_NX.shape[1]).index_copy_(0, self._places(rows_S, begins_S, lens_S), streams_NX)
 
@@ -234,6 +214,11 @@ class HeadDrafter:
         """The kept hidden states of the tokens of a pass, [T, D]."""
         places_T = self._places(step.rows_S, step.starts_S, step.lens_S)
         return self._head.hidden_of(self._kept_CWX.flatten(0, 1).index_select(0, places_T))
+
+    def _picked(self, index_N: NDArray[np.int64]) -> Tensor:
+        """The target's streams [N, X] of these tokens of its step. The next call overwrites them."""
+        at_N = gpu.place(torch.from_numpy(index_N), self._picked_TX.device)
+        return torch.index_select(self._streams.kept_TX, 0, at_N, out=self._picked_TX[: len(index_N)])
 
     def _places(self, rows_S: NDArray[np.int64], begins_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> Tensor:
         """The indices at which these positions of the rows are kept. Each row has a ring buffer."""

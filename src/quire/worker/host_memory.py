@@ -52,7 +52,8 @@ class OnHost:
         buffer_bytes, num_tokens, step = _measure_step(model, settings, self._ranks)
         drafter_bytes, mapped_bytes = 0, model.mapped_bytes
         if drafter is not None:
-            buffer_bytes = max(buffer_bytes, _measure_step(drafter, settings.of_drafter(), self._ranks)[0])
+            ranks = None if self._ranks is None else self._ranks.of_stage()
+            buffer_bytes = max(buffer_bytes, _measure_step(drafter, settings.of_drafter(), ranks)[0])
             drafter_bytes, mapped_bytes = drafter.weight_bytes(), mapped_bytes + drafter.mapped_bytes
         logits = logits_bytes(model.config, settings.num_logits_rows, "cpu")
         num_ranks = 1 if self._ranks is None else self._ranks.grid.num_local
@@ -113,6 +114,7 @@ class OnHost:
             ranks=self._ranks,
             balancer=balancer,
             shards_sampling=form.enable_batch_sharded_sampling,
+            streams=streams,
         )
 
 

@@ -35,13 +35,14 @@ from quire.schedule import NewRow, ScheduledBatch, StepResult, StepTokens
 from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.drafter import Drafter
-from quire.worker.drafting import Drafting
+from quire.worker.drafting import Drafting, DraftsOfLastStage
 from quire.worker.drafts import Drafts, Verify, verify
 from quire.worker.expert_balancer import ExpertBalancer
 from quire.worker.expert_use import ExpertCounter
 from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import ExpectedTokens, InputBatch, StagedStep, StepRows
 from quire.worker.kv_cache import PagedCache
+from quire.worker.target_streams import TargetStreams
 
 # The most prompt positions that get logits at once. It limits the scratch memory [X, V], float32: 64 x 152k x 4 bytes
 # are 39 MB.
@@ -122,6 +123,7 @@ class ModelRunner:
         ranks: the ranks that share the model; None: there is one rank.
         balancer: moves experts between ranks; None: experts do not move.
         shards_sampling: whether each rank samples some rows. If not, the first rank samples all rows.
+        streams: see ForwardPass.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class ModelRunner:
         ranks: Ranks | None = None,
         balancer: ExpertBalancer | None = None,
         shards_sampling: bool = False,
+        streams: TargetStreams | None = None,
     ) -> None:
         self.model, self.balancer = model, balancer
         self._experts = experts
@@ -157,14 +160,21 @@ class ModelRunner:
         # Steps whose tokens another stage samples, oldest first: the step's number, and the places of its tokens.
         self._untold: deque[tuple[int, ExpectedTokens]] = deque()
         self.device = device
-        self.drafting: Drafting | None = None
-        if drafter is not None:
-            alone, vocab_size = ranks is None, model.config.vocab_size
-            self.drafting = Drafting(
-                drafter, input_batch, device, vocab_size, is_alone=alone, learn_tokens=self._finish_all
-            )
         before, behind = (None, None) if ranks is None else (ranks.before, ranks.behind)
-        self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured, before, behind)
+        self.drafting: Drafting | DraftsOfLastStage | None = None
+        if behind is not None:
+            self.drafting = DraftsOfLastStage(input_batch, device, before, behind)
+        elif drafter is not None:
+            self.drafting = Drafting(
+                drafter,
+                input_batch,
+                device,
+                model.config.vocab_size,
+                is_alone=self._group is None,
+                learn_tokens=self._finish_all,
+                before=before,
+            )
+        self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured, before, behind, streams)
         self._in_flight: deque[PendingStep] = deque()
         self.verify: Verify = verify  # benchmarks may replace it by HoldAtRandom
 
