@@ -6,8 +6,9 @@
     python benchmarks/ranks.py replicas [--quantization int4] [--rows 2 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py start [--rounds 5] [--save HARDWARE]
 
-`exchange`: two processes, one thread each, join columns (Group.gather), gather and reduce by torch.distributed with
-gloo, and copy (memcpy, both at once). Bytes count the result of each process. `decodes`: random weights with the shape
+`exchange`: two processes, one thread each, join columns (Group.gather) as ranks of one machine and as those of two,
+over the loopback interface; gather and reduce by torch.distributed with gloo, over that interface too; and copy
+(memcpy, both at once). Bytes count the result of each process. `decodes`: random weights with the shape
 of Qwen3-0.6B; one process with all threads, and ranks of one thread. There may be more ranks than cores. All engines
 exist at the same time, and take turns. `sampling`: steps of two ranks of the same model, with and without
 --enable-batch-sharded-sampling. `replicas`: steps of two engines of one thread that decode half of the rows each at the
@@ -22,6 +23,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -56,7 +58,7 @@ from quire.sampling_params import SamplingParams
 MODEL = SHAPES["qwen3-0.6b"]
 SIZES = (4 << 10, 64 << 10, 1 << 20, 32 << 20)  # bytes of a result
 ROUND_SECONDS = 0.2
-WAYS = ("ranks join", "gloo gathers", "gloo reduces", "memcpy")
+WAYS = ("ranks join", "ranks of two machines join", "gloo gathers", "gloo reduces", "memcpy")
 CONTEXT = 2  # tokens of a prompt
 MOST_DISTURBED, MOST_TRIES = 0.1, 3  # for a start: the cores that others may use, and the tries for each wanted round
 START = """
@@ -69,14 +71,19 @@ llm.llm_engine.core.shutdown()
 """
 
 
-def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Connection) -> None:
+def exchange_as(rank: int, memory: int, link: socket.socket, meeting: str, rounds: int, answer: Connection) -> None:
     """Run one of two processes. It sends the seconds of one exchange for each way, size and round to `answer`."""
     cpu.set_num_threads(1)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    ranks = ranks_on(memory, rank, Grid(2), has_own_cores=True, timeout_seconds=60.0)
-    group = ranks.group
+    far, links = Grid(2, num_nodes=2), {1 - rank: link.detach()}
+    both = [
+        ranks_on(memory, rank, Grid(2), has_own_cores=True, timeout_seconds=60.0),
+        ranks_on(make_memory(far), rank, far, links, has_own_cores=True, timeout_seconds=60.0),
+    ]
+    group, group_of_two = (ranks.group for ranks in both)
     assert isinstance(group, SharedMemoryGroup)
+    assert isinstance(group_of_two, SharedMemoryGroup)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     found: dict[str, dict[int, list[float]]] = {way: {} for way in WAYS}
     for size in SIZES:
@@ -86,6 +93,7 @@ def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Conne
         halves = list(out.view(2, -1).unbind())
         run: dict[str, Callable[[], object]] = {
             "ranks join": partial(cpu.gather, group._shared, part, [part.shape[1]] * 2, out),
+            "ranks of two machines join": partial(cpu.gather, group_of_two._shared, part, [part.shape[1]] * 2, out),
             "gloo gathers": partial(torch.distributed.all_gather, halves, part.view(-1)),
             "gloo reduces": partial(torch.distributed.all_reduce, other),
             "memcpy": partial(out.copy_, other),
@@ -100,7 +108,8 @@ def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Conne
                 found[way].setdefault(size, []).append((time.perf_counter() - begin) / counts[way])
     answer.send(found)
     torch.distributed.barrier()
-    ranks.close()
+    for ranks in both:
+        ranks.close()
 
 
 def count_for(run: Callable[[], object]) -> int:
@@ -122,12 +131,14 @@ def agreed(count: int) -> int:
 
 def exchange(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure `exchange`. A round takes as long as the slower process needs."""
-    memory = make_memory(Grid(2))
+    memory, links = make_memory(Grid(2)), tcp_pair()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(2)]
         processes = [
-            context.Process(target=exchange_as, args=(rank, memory, f"{folder}/meeting", arguments.rounds, theirs))
+            context.Process(
+                target=exchange_as, args=(rank, memory, links[rank], f"{folder}/meeting", arguments.rounds, theirs)
+            )
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in processes:
@@ -136,18 +147,32 @@ def exchange(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         for process in processes:
             process.join()
     os.close(memory)
+    for link in links:
+        link.close()
     seconds = {
         way: {size: [max(pair) for pair in zip(first[way][size], second[way][size], strict=True)] for size in SIZES}
         for way in WAYS
     }
-    columns = [f"{way}, us" for way in WAYS] + ["ranks over gloo's gather", "over its reduce", "memcpy over ranks"]
+    columns = [f"{way}, us" for way in WAYS]
+    columns += ["ranks over gloo's gather", "over its reduce", "of two machines over its gather", "memcpy over ranks"]
     lines = report.table_head(" | ".join(["result", *columns]))
     for size in SIZES:
         cells = [f"{1e6 * statistics.median(seconds[way][size]):,.1f}" for way in WAYS]
         cells += [ratio(seconds["ranks join"][size], seconds[way][size]) for way in ("gloo gathers", "gloo reduces")]
+        cells.append(ratio(seconds["ranks of two machines join"][size], seconds["gloo gathers"][size]))
         cells.append(ratio(seconds["memcpy"][size], seconds["ranks join"][size]))
         lines.append(f"| {size >> 10:,} KiB | {' | '.join(cells)} |")
     return {"seconds": seconds}, lines
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection over the loopback interface, as nodes have it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    for end in (ours, theirs):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return ours, theirs
 
 
 def write_model(folder: Path) -> None:

@@ -207,8 +207,7 @@ char* SharedGroup::slot(int rank, uint32_t turn) const {
   return memory_ + begin_ + num_bytes(size_, 0) + (2 * rank + turn % 2) * slot_bytes_;
 }
 
-// Writes what a rank of another machine writes there. It is not read while a turn of this rank needs an older value:
-// see the rule for slots.
+// Writes to the words and slots of a rank of another machine what it has written there, in the same order.
 void SharedGroup::listen(int rank, int socket) {
   for (Note note; receive(socket, &note, sizeof note);) {
     if (note.bytes < 0 || note.bytes > slot_bytes_ || !receive(socket, slot(rank, note.number), note.bytes)) break;

@@ -103,7 +103,9 @@ def start_ranks(
             param="headless",
         )
     if grid.num_nodes == 1 and config.distributed_executor_backend == "ray":
-        logger.warning("all ranks are on this machine, so Ray has nothing to start: it places stages on machines")
+        logger.warning(
+            "all ranks are on this machine, so Ray has nothing to start; --nnodes spreads them over machines"
+        )
     joined, starting, others = Joined(), None, list[Worker]()
     with ExitStack() as on_error:
         if grid.num_nodes > 1:
