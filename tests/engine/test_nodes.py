@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_leaving_ranks import LEAVES_WITHIN, Witness
 from tests.engine.test_rank_processes import ENDLESS, is_there, wait_for
 from tests.engine.test_sameness import brief
+from tests.engine.test_sameness_ranks_drafters import drafted
 from tests.engine.test_sameness_ranks_lora import load
 from tests.lora.adapters import write_random_adapter
 
@@ -73,9 +75,10 @@ def other_node(port: int, **more: Any) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def head(port: int, **more: Any) -> StartedEngine:
+def head(port: int, drafter_folder: Path | None = None, **more: Any) -> StartedEngine:
     config = EngineConfig.from_kwargs(**settings(port, **more))
-    return start_engine(config, quire.demo.path("target"), is_server=False, progress=ignore)
+    folder = quire.demo.path("target")
+    return start_engine(config, folder, is_server=False, progress=ignore, drafter_folder=drafter_folder)
 
 
 def children(pid: int) -> list[int]:
@@ -102,6 +105,19 @@ def test_two_machines_give_the_tokens_of_one_process(width: int, num_stages: int
         engine.core.shutdown()
         assert node.wait(10) == 0
         assert not any(map(is_there, pids))
+
+
+@pytest.mark.slow
+def test_a_model_that_drafts_on_two_machines() -> None:
+    port, folder = free_port(), quire.demo.path("draft")
+    drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    more = RANKS | {"tensor_parallel_size": 2}
+    with other_node(port, **more, speculative_config=json.dumps(drafts)):
+        engine = head(port, folder, **more, speculative_config=drafts)
+        tokens, num_drafted, num_held = drafted(engine)
+        engine.core.shutdown()
+    assert tokens == run(started(1).core, brief())
+    assert num_drafted >= num_held > 5
 
 
 STAGES = {"pipeline_parallel_size": 2}

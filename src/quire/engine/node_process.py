@@ -28,16 +28,19 @@ from quire.planning.cut_stages import grid_of
 logger = get_logger(__name__)
 
 
-def run_node(config: EngineConfig, model_folder: Path, interpreters: list[RankInterpreter]) -> int:
+def run_node(
+    config: EngineConfig, model_folder: Path, drafter_folder: Path | None, interpreters: list[RankInterpreter]
+) -> int:
     """Compute for node 0 until it ends. Returns the exit code: 0, or 1 if a rank of this node was lost.
 
     Args:
+        drafter_folder: the folder of the model that drafts; None: no model drafts.
         interpreters: interpreters for the ranks: see ranks.start_ranks.
 
     Raises ConfigError if node 0 cannot be reached, or refuses this node.
     """
     with ExitStack() as opened:
-        return _run(config, model_folder, interpreters, opened)
+        return _run(config, model_folder, drafter_folder, interpreters, opened)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,13 @@ def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) ->
     return Connected(home, controls, adapters, links)
 
 
-def _run(config: EngineConfig, model_folder: Path, interpreters: list[RankInterpreter], opened: ExitStack) -> int:
+def _run(
+    config: EngineConfig,
+    model_folder: Path,
+    drafter_folder: Path | None,
+    interpreters: list[RankInterpreter],
+    opened: ExitStack,
+) -> int:
     grid, cpus = grid_of(config), cpus_of_processes(config)
     connected = connect_node(config, model_folder, opened)
     memory = make_memory(grid)
@@ -117,9 +126,9 @@ def _run(config: EngineConfig, model_folder: Path, interpreters: list[RankInterp
         for rank, control in connected.controls.items():
             links = {other: peer.fileno() for other, peer in connected.links[rank].items()}
             own = cpus[rank % grid.num_local] if cpus else set[int]()
-            model = str(model_folder)
+            model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
             adapters = connected.adapters[rank].fileno() if connected.adapters else None
-            launch = RankLaunch(config, model, None, rank, control.fileno(), memory, adapters, True, links, own)
+            launch = RankLaunch(config, model, drafter, rank, control.fileno(), memory, adapters, True, links, own)
             interpreter = interpreters.pop() if interpreters else RankInterpreter()
             processes[rank] = interpreter.launch(launch)
         os.close(memory)

@@ -1,4 +1,4 @@
-"""`quire serve --headless`: a machine that computes some stages for machine 0, which serves.
+"""`quire serve --headless`: a machine that computes for machine 0, which serves.
 
 Ray starts it as `python -m quire.entry.node`, with an EngineConfig as one line of JSON on its standard input.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -39,7 +40,8 @@ def compute_for_node_0(config: EngineConfig) -> int:
         finally:
             display.close()
         check_cuts(model, config)
-        exit_code: int = load("quire.engine.node_process").run_node(config, folder, interpreters)
+        drafter = None if model.drafter is None else Path(model.drafter.model)
+        exit_code: int = load("quire.engine.node_process").run_node(config, folder, drafter, interpreters)
         return exit_code
 
 
