@@ -110,14 +110,14 @@ def test_two_machines_give_the_tokens_of_one_process(width: int, num_stages: int
 @pytest.mark.slow
 def test_a_model_that_drafts_on_two_machines() -> None:
     port, folder = free_port(), quire.demo.path("draft")
-    drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
     more = RANKS | {"tensor_parallel_size": 2}
     with other_node(port, **more, speculative_config=json.dumps(drafts)):
         engine = head(port, folder, **more, speculative_config=drafts)
         tokens, num_drafted, num_held = drafted(engine)
         engine.core.shutdown()
     assert tokens == run(started(1).core, brief())
-    assert num_drafted >= num_held > 5
+    assert num_drafted > num_held > 5
 
 
 STAGES = {"pipeline_parallel_size": 2}
