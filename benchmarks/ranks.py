@@ -2,6 +2,7 @@
 
     python benchmarks/ranks.py exchange [--rounds 9] [--save HARDWARE]
     python benchmarks/ranks.py decodes [--quantization int4] [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
+    python benchmarks/ranks.py machines [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py sampling [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py replicas [--quantization int4] [--rows 2 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py start [--rounds 5] [--save HARDWARE]
@@ -10,7 +11,8 @@
 over the loopback interface; gather and reduce by torch.distributed with gloo, over that interface too; and copy
 (memcpy, both at once). Bytes count the result of each process. `decodes`: random weights with the shape
 of Qwen3-0.6B; one process with all threads, and ranks of one thread. There may be more ranks than cores. All engines
-exist at the same time, and take turns. `sampling`: steps of two ranks of the same model, with and without
+exist at the same time, and take turns. `machines`: two ranks of one thread on one machine, beside the same ranks on two
+machines, which are two addresses of this one. `sampling`: steps of two ranks of the same model, with and without
 --enable-batch-sharded-sampling. `replicas`: steps of two engines of one thread that decode half of the rows each at the
 same time, beside one engine with two threads. No server with `-dp 2` can be faster. `start`: a checkpoint of that
 shape, in the file cache; seconds from the command to a ready `LLM`. Rounds in which other programs had more than a
@@ -30,16 +32,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed
 from predict import SHAPES
 
+from quire import envs
 from quire.config import EngineConfig
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import SharedMemoryGroup, make_memory, ranks_on
@@ -223,6 +228,20 @@ def sampling(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return {"rounds": [{"rows": rows, "temperature": heat, **each} for (rows, heat), each in rounds.items()]}, lines
 
 
+def machines(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure `machines`: steps of two ranks that share memory, and of two that send each other what they write."""
+    sizes = {"tensor_parallel_size": 2, "num_threads": max(devices.num_cores() // 2, 1)}
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        place = {"master_addr": "127.0.0.2", "master_port": taken.getsockname()[1]}
+    engines = {"one": [sizes], "two": [sizes | place | {"nnodes": 2}]}
+    rounds = in_turns(engines, [(rows, 0.0) for rows in arguments.rows], arguments)
+    lines = report.table_head("rows | one machine, ms | two machines, ms | tokens of two over one")
+    for (rows, _), each in rounds.items():
+        cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in each.values()]
+        lines.append(f"| {rows} | {' | '.join(cells)} | {ratio(each['one'], each['two'])} |")
+    return {"rounds": {rows: each for (rows, _), each in rounds.items()}}, lines
+
+
 def replicas(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure `replicas`: the median step of each round. Each of two engines with one thread has half of the rows."""
     engines = {"one": [{"num_threads": 2}], "two": [{"num_threads": 1}] * 2}
@@ -278,6 +297,7 @@ def decode_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namesp
     """Run a process with one engine, which answers each number of rows with the time of a step."""
     most = max(arguments.rows)
     config = EngineConfig.from_kwargs(
+        model=str(folder),
         device="cpu",
         quantization=arguments.quantization,
         max_model_len=512,
@@ -287,13 +307,22 @@ def decode_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namesp
         enable_prefix_caching=False,
         **settings,
     )
-    core = start_engine(config, folder, is_server=False, progress=lambda phase, share, detail: None).core
-    asked.send(None)
-    with suppress(EOFError):
-        while True:
-            rows, temperature = asked.recv()
-            asked.send(step_seconds(core, rows, temperature, arguments.steps))
-    core.shutdown()
+    os.environ[envs.CLUSTER_KEY.name] = "of this benchmark"
+    with ExitStack() as opened:
+        if config.nnodes > 1:
+            node = opened.enter_context(
+                subprocess.Popen([sys.executable, "-m", "quire.entry.node"], stdin=subprocess.PIPE)
+            )
+            assert node.stdin is not None
+            node.stdin.write(msgspec.json.encode(replace(config, node_rank=1, headless=True)) + b"\n")
+            node.stdin.flush()
+        core = start_engine(config, folder, is_server=False, progress=lambda phase, share, detail: None).core
+        opened.callback(core.shutdown)
+        asked.send(None)
+        with suppress(EOFError):
+            while True:
+                rows, temperature = asked.recv()
+                asked.send(step_seconds(core, rows, temperature, arguments.steps))
 
 
 def step_seconds(core: EngineCore, rows: int, temperature: float, steps: int) -> float:
@@ -352,11 +381,19 @@ def started_in(folder: str, width: int, num_threads: int) -> float:
 TITLES = {
     "exchange": "Two ranks join results through shared memory",
     "decodes": "Decode steps of ranks beside one process",
+    "machines": "Two ranks on two machines, beside one machine",
     "sampling": "Two ranks that each sample some rows, beside the first one that samples all",
     "replicas": "Decode steps of two engines of one thread beside one of two threads",
     "start": "A start with two ranks beside one process",
 }
-RUN = {"exchange": exchange, "decodes": decodes, "sampling": sampling, "replicas": replicas, "start": starts}
+RUN = {
+    "exchange": exchange,
+    "decodes": decodes,
+    "machines": machines,
+    "sampling": sampling,
+    "replicas": replicas,
+    "start": starts,
+}
 
 
 def main() -> None:
@@ -370,7 +407,7 @@ def main() -> None:
     environment = report.environment("python", "benchmarks/ranks.py")
     result, table = RUN[arguments.what](arguments)
     result = {**environment, **result}
-    form = f", {arguments.quantization or 'bfloat16'}" if arguments.what in ("decodes", "sampling", "replicas") else ""
+    form = f", {arguments.quantization or 'bfloat16'}" if arguments.what not in ("exchange", "start") else ""
     text = "\n".join(
         [
             *report.heading(TITLES[arguments.what] + form, result),
