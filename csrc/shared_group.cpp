@@ -370,7 +370,8 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
     const auto start = Clock::now();
     const auto spin_until = start + std::chrono::microseconds(spin_microseconds_);
     do {
-      for (int i = 0; i < kPausesPerClockRead && !has_arrived(rank); ++i) pause_cpu();
+      for (int i = 0; i < kPausesPerClockRead && !has_arrived(rank); ++i)
+        peers_.empty() ? pause_cpu() : std::this_thread::yield();  // a listener may have no core of its own
     } while (!has_arrived(rank) && Clock::now() < spin_until);
     if (!has_arrived(rank)) {
       bool is_late = false;
