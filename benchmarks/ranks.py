@@ -2,14 +2,17 @@
 
     python benchmarks/ranks.py exchange [--rounds 9] [--save HARDWARE]
     python benchmarks/ranks.py decodes [--quantization int4] [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
+    python benchmarks/ranks.py machines [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py sampling [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py replicas [--quantization int4] [--rows 2 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py start [--rounds 5] [--save HARDWARE]
 
-`exchange`: two processes, one thread each, join columns (Group.gather), gather and reduce by torch.distributed with
-gloo, and copy (memcpy, both at once). Bytes count the result of each process. `decodes`: random weights with the shape
+`exchange`: two processes, one thread each, join columns (Group.gather) as ranks of one machine and as those of two,
+over the loopback interface; gather and reduce by torch.distributed with gloo, over that interface too; and copy
+(memcpy, both at once). Bytes count the result of each process. `decodes`: random weights with the shape
 of Qwen3-0.6B; one process with all threads, and ranks of one thread. There may be more ranks than cores. All engines
-exist at the same time, and take turns. `sampling`: steps of two ranks of the same model, with and without
+exist at the same time, and take turns. `machines`: two ranks of one thread on one machine, beside the same ranks on two
+machines, which are two addresses of this one. `sampling`: steps of two ranks of the same model, with and without
 --enable-batch-sharded-sampling. `replicas`: steps of two engines of one thread that decode half of the rows each at the
 same time, beside one engine with two threads. No server with `-dp 2` can be faster. `start`: a checkpoint of that
 shape, in the file cache; seconds from the command to a ready `LLM`. Rounds in which other programs had more than a
@@ -22,22 +25,26 @@ import argparse
 import json
 import multiprocessing
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed
 from predict import SHAPES
 
+from quire import envs
 from quire.config import EngineConfig
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import SharedMemoryGroup, make_memory, ranks_on
@@ -56,7 +63,7 @@ from quire.sampling_params import SamplingParams
 MODEL = SHAPES["qwen3-0.6b"]
 SIZES = (4 << 10, 64 << 10, 1 << 20, 32 << 20)  # bytes of a result
 ROUND_SECONDS = 0.2
-WAYS = ("ranks join", "gloo gathers", "gloo reduces", "memcpy")
+WAYS = ("ranks join", "ranks of two machines join", "gloo gathers", "gloo reduces", "memcpy")
 CONTEXT = 2  # tokens of a prompt
 MOST_DISTURBED, MOST_TRIES = 0.1, 3  # for a start: the cores that others may use, and the tries for each wanted round
 START = """
@@ -69,14 +76,19 @@ llm.llm_engine.core.shutdown()
 """
 
 
-def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Connection) -> None:
+def exchange_as(rank: int, memory: int, link: socket.socket, meeting: str, rounds: int, answer: Connection) -> None:
     """Run one of two processes. It sends the seconds of one exchange for each way, size and round to `answer`."""
     cpu.set_num_threads(1)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    ranks = ranks_on(memory, rank, Grid(2), has_own_cores=True, timeout_seconds=60.0)
-    group = ranks.group
+    far, links = Grid(2, num_nodes=2), {1 - rank: link.detach()}
+    both = [
+        ranks_on(memory, rank, Grid(2), has_own_cores=True, timeout_seconds=60.0),
+        ranks_on(make_memory(far), rank, far, links, has_own_cores=True, timeout_seconds=60.0),
+    ]
+    group, group_of_two = (ranks.group for ranks in both)
     assert isinstance(group, SharedMemoryGroup)
+    assert isinstance(group_of_two, SharedMemoryGroup)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     found: dict[str, dict[int, list[float]]] = {way: {} for way in WAYS}
     for size in SIZES:
@@ -86,6 +98,7 @@ def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Conne
         halves = list(out.view(2, -1).unbind())
         run: dict[str, Callable[[], object]] = {
             "ranks join": partial(cpu.gather, group._shared, part, [part.shape[1]] * 2, out),
+            "ranks of two machines join": partial(cpu.gather, group_of_two._shared, part, [part.shape[1]] * 2, out),
             "gloo gathers": partial(torch.distributed.all_gather, halves, part.view(-1)),
             "gloo reduces": partial(torch.distributed.all_reduce, other),
             "memcpy": partial(out.copy_, other),
@@ -100,7 +113,8 @@ def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Conne
                 found[way].setdefault(size, []).append((time.perf_counter() - begin) / counts[way])
     answer.send(found)
     torch.distributed.barrier()
-    ranks.close()
+    for ranks in both:
+        ranks.close()
 
 
 def count_for(run: Callable[[], object]) -> int:
@@ -122,12 +136,14 @@ def agreed(count: int) -> int:
 
 def exchange(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure `exchange`. A round takes as long as the slower process needs."""
-    memory = make_memory(Grid(2))
+    memory, links = make_memory(Grid(2)), tcp_pair()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(2)]
         processes = [
-            context.Process(target=exchange_as, args=(rank, memory, f"{folder}/meeting", arguments.rounds, theirs))
+            context.Process(
+                target=exchange_as, args=(rank, memory, links[rank], f"{folder}/meeting", arguments.rounds, theirs)
+            )
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in processes:
@@ -136,18 +152,32 @@ def exchange(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         for process in processes:
             process.join()
     os.close(memory)
+    for link in links:
+        link.close()
     seconds = {
         way: {size: [max(pair) for pair in zip(first[way][size], second[way][size], strict=True)] for size in SIZES}
         for way in WAYS
     }
-    columns = [f"{way}, us" for way in WAYS] + ["ranks over gloo's gather", "over its reduce", "memcpy over ranks"]
+    columns = [f"{way}, us" for way in WAYS]
+    columns += ["ranks over gloo's gather", "over its reduce", "of two machines over its gather", "memcpy over ranks"]
     lines = report.table_head(" | ".join(["result", *columns]))
     for size in SIZES:
         cells = [f"{1e6 * statistics.median(seconds[way][size]):,.1f}" for way in WAYS]
         cells += [ratio(seconds["ranks join"][size], seconds[way][size]) for way in ("gloo gathers", "gloo reduces")]
+        cells.append(ratio(seconds["ranks of two machines join"][size], seconds["gloo gathers"][size]))
         cells.append(ratio(seconds["memcpy"][size], seconds["ranks join"][size]))
         lines.append(f"| {size >> 10:,} KiB | {' | '.join(cells)} |")
     return {"seconds": seconds}, lines
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection over the loopback interface, as nodes have it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    for end in (ours, theirs):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return ours, theirs
 
 
 def write_model(folder: Path) -> None:
@@ -196,6 +226,20 @@ def sampling(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in each.values()]
         lines.append(f"| {rows} | {temperature:g} | {' | '.join(cells)} | {ratio(each['each'], each['first'])} |")
     return {"rounds": [{"rows": rows, "temperature": heat, **each} for (rows, heat), each in rounds.items()]}, lines
+
+
+def machines(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure `machines`: steps of two ranks that share memory, and of two that send each other what they write."""
+    sizes = {"tensor_parallel_size": 2, "num_threads": max(devices.num_cores() // 2, 1)}
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        place = {"master_addr": "127.0.0.2", "master_port": taken.getsockname()[1]}
+    engines = {"one": [sizes], "two": [sizes | place | {"nnodes": 2}]}
+    rounds = in_turns(engines, [(rows, 0.0) for rows in arguments.rows], arguments)
+    lines = report.table_head("rows | one machine, ms | two machines, ms | tokens of two over one")
+    for (rows, _), each in rounds.items():
+        cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in each.values()]
+        lines.append(f"| {rows} | {' | '.join(cells)} | {ratio(each['one'], each['two'])} |")
+    return {"rounds": {rows: each for (rows, _), each in rounds.items()}}, lines
 
 
 def replicas(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -253,6 +297,7 @@ def decode_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namesp
     """Run a process with one engine, which answers each number of rows with the time of a step."""
     most = max(arguments.rows)
     config = EngineConfig.from_kwargs(
+        model=str(folder),
         device="cpu",
         quantization=arguments.quantization,
         max_model_len=512,
@@ -262,13 +307,22 @@ def decode_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namesp
         enable_prefix_caching=False,
         **settings,
     )
-    core = start_engine(config, folder, is_server=False, progress=lambda phase, share, detail: None).core
-    asked.send(None)
-    with suppress(EOFError):
-        while True:
-            rows, temperature = asked.recv()
-            asked.send(step_seconds(core, rows, temperature, arguments.steps))
-    core.shutdown()
+    os.environ[envs.CLUSTER_KEY.name] = "of this benchmark"
+    with ExitStack() as opened:
+        if config.nnodes > 1:
+            node = opened.enter_context(
+                subprocess.Popen([sys.executable, "-m", "quire.entry.node"], stdin=subprocess.PIPE)
+            )
+            assert node.stdin is not None
+            node.stdin.write(msgspec.json.encode(replace(config, node_rank=1, headless=True)) + b"\n")
+            node.stdin.flush()
+        core = start_engine(config, folder, is_server=False, progress=lambda phase, share, detail: None).core
+        opened.callback(core.shutdown)
+        asked.send(None)
+        with suppress(EOFError):
+            while True:
+                rows, temperature = asked.recv()
+                asked.send(step_seconds(core, rows, temperature, arguments.steps))
 
 
 def step_seconds(core: EngineCore, rows: int, temperature: float, steps: int) -> float:
@@ -327,11 +381,19 @@ def started_in(folder: str, width: int, num_threads: int) -> float:
 TITLES = {
     "exchange": "Two ranks join results through shared memory",
     "decodes": "Decode steps of ranks beside one process",
+    "machines": "Two ranks on two machines, beside one machine",
     "sampling": "Two ranks that each sample some rows, beside the first one that samples all",
     "replicas": "Decode steps of two engines of one thread beside one of two threads",
     "start": "A start with two ranks beside one process",
 }
-RUN = {"exchange": exchange, "decodes": decodes, "sampling": sampling, "replicas": replicas, "start": starts}
+RUN = {
+    "exchange": exchange,
+    "decodes": decodes,
+    "machines": machines,
+    "sampling": sampling,
+    "replicas": replicas,
+    "start": starts,
+}
 
 
 def main() -> None:
@@ -345,7 +407,7 @@ def main() -> None:
     environment = report.environment("python", "benchmarks/ranks.py")
     result, table = RUN[arguments.what](arguments)
     result = {**environment, **result}
-    form = f", {arguments.quantization or 'bfloat16'}" if arguments.what in ("decodes", "sampling", "replicas") else ""
+    form = f", {arguments.quantization or 'bfloat16'}" if arguments.what not in ("exchange", "start") else ""
     text = "\n".join(
         [
             *report.heading(TITLES[arguments.what] + form, result),

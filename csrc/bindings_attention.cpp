@@ -47,9 +47,9 @@ class GroupTurns final : public Turns {
   float* begin() override {
     return or_end([&] { return reinterpret_cast<float*>(group_.begin_turn()); });
   }
-  bool end(uint64_t signature) override {
+  bool end(uint64_t signature, int64_t floats) override {
     return or_end([&] {
-      group_.end_turn(signature);
+      group_.end_turn(signature, floats * static_cast<int64_t>(sizeof(float)));
       return true;
     });
   }

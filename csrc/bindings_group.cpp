@@ -1,4 +1,5 @@
 // Python names of the group of ranks.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -43,23 +44,31 @@ void bind_group(nb::module_& m) {
       .def(
           "__init__",
           [](SharedGroup* self, int fd, int64_t begin, std::vector<int> members, int rank, int64_t slot_bytes,
-             int spin_microseconds, double timeout_seconds) {
+             int spin_microseconds, double timeout_seconds, const std::vector<std::pair<int, int>>& peers) {
             const int size = static_cast<int>(members.size());
             check(size >= 1 && size <= kMaxRanks, "the number of ranks is not in 1 to 64");
             check(rank >= 0 && rank < size, "the rank is not below their number");
             check(std::all_of(members.begin(), members.end(), is_number), "there are more ranks than can be");
             check(begin >= SharedGroup::kFirstPart && begin % 4096 == 0, "a group's memory begins with a page");
             check(slot_bytes >= 64 && slot_bytes % 64 == 0, "slots are multiples of 64 bytes");
-            new (self) SharedGroup(fd, begin, std::move(members), rank, slot_bytes, spin_microseconds, timeout_seconds);
+            check(size % (peers.size() + 1) == 0, "machines have different numbers of ranks");
+            const int num_local = size / (static_cast<int>(peers.size()) + 1);
+            for (const auto& [other, socket] : peers)
+              check(other >= 0 && other < size && other / num_local != rank / num_local, "a peer is on this machine");
+            new (self)
+                SharedGroup(fd, begin, std::move(members), rank, slot_bytes, spin_microseconds, timeout_seconds, peers);
           },
           nb::kw_only(), "fd"_a, "begin"_a, "members"_a, "rank"_a, "slot_bytes"_a, "spin_microseconds"_a,
-          "timeout_seconds"_a)
+          "timeout_seconds"_a, "peers"_a)
       .def_ro_static("first_part", &SharedGroup::kFirstPart, "Where the memory of the first group begins")
       .def_static("num_bytes", &SharedGroup::num_bytes, "size"_a, "slot_bytes"_a)
       .def("abort", &SharedGroup::abort, "number"_a, "Ends the waiting of all ranks, now and later")
       .def("begin_step", &SharedGroup::begin_step, "Called before the turns of a step")
-      .def("end_step", &SharedGroup::end_step, "Called after the turns of a step")
-      .def("void_step", &SharedGroup::void_step, "Called before leave_step, by a rank of several groups")
+      .def("end_step", &SharedGroup::end_step, nb::call_guard<nb::gil_scoped_release>(),
+           "Called after the turns of a step")
+      .def("void_step", &SharedGroup::void_step, nb::call_guard<nb::gil_scoped_release>(),
+           "Called before leave_step, by a rank of several groups")
+      .def("close", &SharedGroup::close, "Ends the connections to other machines")
       .def("leave_step", &SharedGroup::leave_step, nb::call_guard<nb::gil_scoped_release>(),
            "Called in place of end_step. Waits until no rank is in the step any more")
       .def_prop_ro("aborted", &SharedGroup::aborted, "The number of the rank that has failed; -1: none")

@@ -1,6 +1,9 @@
 #include "quire/shared_group.h"
 
+#include <poll.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -38,6 +41,16 @@ struct alignas(128) RankWords {
   std::atomic<uint64_t> left[2];    // by parity of a void step: the step and the turn in which the rank left it
   std::atomic<uint32_t> done;       // the last step that the rank has ended
   std::atomic<uint32_t> void_step;  // only in the first rank: the last step that a rank has left; 0: none
+};
+
+// What a rank sends to another machine when it has written to its words. Bytes of its slot follow, if it has filled it.
+struct Note {
+  enum Kind : uint32_t { kTurn, kEnd, kLeft };
+
+  uint32_t kind;
+  uint32_t number;  // of the turn, or of the step that the rank has ended or left
+  uint64_t word;    // the signature of the turn, or the turn in which it has left
+  int64_t bytes;
 };
 
 // The progress of a rank in its step. Only this rank writes it. Others read it when they have waited too long.
@@ -113,6 +126,18 @@ char* map(int fd, int64_t num_bytes) {
   return static_cast<char*>(memory);
 }
 
+// False: the connection has ended.
+bool receive(int socket, void* to, int64_t bytes) {
+  for (char* at = static_cast<char*>(to); bytes > 0;) {
+    const ssize_t count = recv(socket, at, bytes, 0);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return false;
+    at += count;
+    bytes -= count;
+  }
+  return true;
+}
+
 }  // namespace
 
 Whereabouts::Whereabouts(int fd, int number) : memory_(map(fd, SharedGroup::kFirstPart)), number_(number) {
@@ -145,23 +170,94 @@ int64_t SharedGroup::num_bytes(int size, int64_t slot_bytes) {
 }
 
 SharedGroup::SharedGroup(int fd, int64_t begin, std::vector<int> members, int rank, int64_t slot_bytes,
-                         int spin_microseconds, double timeout_seconds)
+                         int spin_microseconds, double timeout_seconds, const std::vector<std::pair<int, int>>& peers)
     : begin_(begin),
       members_(std::move(members)),
       rank_(rank),
       size_(static_cast<int>(members_.size())),
       slot_bytes_(slot_bytes),
       spin_microseconds_(spin_microseconds),
-      timeout_seconds_(timeout_seconds) {
+      timeout_seconds_(timeout_seconds),
+      num_local_(size_ / (static_cast<int>(peers.size()) + 1)) {
   memory_ = map(fd, begin_ + num_bytes(size_, slot_bytes));
+  for (const auto& [other, socket] : peers) {
+    const int own = dup(socket);
+    peers_.push_back({other, own, std::thread([this, other, own] { listen(other, own); })});
+  }
 }
 
-SharedGroup::~SharedGroup() { munmap(memory_, begin_ + num_bytes(size_, slot_bytes_)); }
+SharedGroup::~SharedGroup() {
+  close();
+  munmap(memory_, begin_ + num_bytes(size_, slot_bytes_));
+}
+
+void SharedGroup::close() {
+  is_closing_ = true;
+  for (Peer& peer : peers_) {
+    shutdown(peer.socket, SHUT_RDWR);
+    peer.listener.join();
+    ::close(peer.socket);
+  }
+  peers_.clear();
+}
 
 RankWords& SharedGroup::words(int rank) const { return reinterpret_cast<RankWords*>(memory_ + begin_)[rank]; }
 
-char* SharedGroup::slot(int rank) const {
-  return memory_ + begin_ + num_bytes(size_, 0) + (2 * rank + turn_ % 2) * slot_bytes_;
+char* SharedGroup::slot(int rank, uint32_t turn) const {
+  return memory_ + begin_ + num_bytes(size_, 0) + (2 * rank + turn % 2) * slot_bytes_;
+}
+
+// Writes to the words and slots of a rank of another machine what it has written there, in the same order.
+void SharedGroup::listen(int rank, int socket) {
+  for (Note note; receive(socket, &note, sizeof note);) {
+    if (note.bytes < 0 || note.bytes > slot_bytes_ || !receive(socket, slot(rank, note.number), note.bytes)) break;
+    if (note.kind == Note::kTurn)
+      write_turn(rank, note.number, note.word);
+    else if (note.kind == Note::kEnd)
+      words(rank).done.store(note.number, std::memory_order_release);
+    else if (note.kind == Note::kLeft)
+      write_left(rank, note.number, static_cast<uint32_t>(note.word));
+    else
+      break;
+  }
+  if (!is_closing_) abort(members_[rank]);
+}
+
+// Tells other machines what this rank has written. The slot goes where a rank reads it.
+void SharedGroup::tell(const Note& note, int reader) {
+  for (const Peer& peer : peers_) {
+    Note own = note;
+    if (reader != GatherArgs::kAllRanks && machine(reader) != machine(peer.rank)) own.bytes = 0;
+    send(peer, own);
+  }
+}
+
+// A connection that ends is the failure of the rank at its other end.
+void SharedGroup::send(const Peer& peer, const Note& note) {
+  const auto start = Clock::now();
+  iovec parts[2] = {{const_cast<Note*>(&note), sizeof note}, {slot(rank_, turn_), static_cast<size_t>(note.bytes)}};
+  msghdr message{};
+  message.msg_iov = parts;
+  message.msg_iovlen = 2;
+  while (parts[0].iov_len + parts[1].iov_len > 0) {
+    const ssize_t count = sendmsg(peer.socket, &message, MSG_DONTWAIT);  // Python ignores SIGPIPE
+    if (count >= 0) {
+      size_t rest = static_cast<size_t>(count);
+      for (iovec& part : parts) {
+        const size_t sent = std::min(rest, part.iov_len);
+        part = {static_cast<char*>(part.iov_base) + sent, part.iov_len - sent};
+        rest -= sent;
+      }
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      if (aborted() >= 0) check();
+      if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) give_up(peer.rank);
+      pollfd writable{peer.socket, POLLOUT, 0};
+      poll(&writable, 1, kNap / std::chrono::milliseconds(1));
+    } else if (errno != EINTR) {
+      abort(members_[peer.rank]);
+      check();
+    }
+  }
 }
 
 // Ranks that sleep in other groups notice it after their nap.
@@ -175,7 +271,10 @@ int SharedGroup::aborted() const { return reinterpret_cast<const GroupWords*>(me
 
 void SharedGroup::begin_step() { ++step_; }
 
-void SharedGroup::end_step() { words(rank_).done.store(step_, std::memory_order_release); }
+void SharedGroup::end_step() {
+  words(rank_).done.store(step_, std::memory_order_release);
+  tell({Note::kEnd, step_, 0, 0}, GatherArgs::kAllRanks);
+}
 
 bool SharedGroup::is_void() const { return step_ != 0 && words(0).void_step.load() == step_; }
 
@@ -192,12 +291,17 @@ bool SharedGroup::has_left(int rank) {
   return static_cast<int32_t>(words(rank).done.load(std::memory_order_acquire) - step_) >= 0;
 }
 
-void SharedGroup::void_step() {
-  words(rank_).left[step_ % 2].store(uint64_t{step_} << 32 | turn_, std::memory_order_release);
+void SharedGroup::write_left(int rank, uint32_t step, uint32_t turn) {
+  words(rank).left[step % 2].store(uint64_t{step} << 32 | turn, std::memory_order_release);
   auto& newest = words(0).void_step;
-  for (uint32_t seen = newest.load(); static_cast<int32_t>(step_ - seen) > 0;)
-    if (newest.compare_exchange_weak(seen, step_)) break;
+  for (uint32_t seen = newest.load(); static_cast<int32_t>(step - seen) > 0;)
+    if (newest.compare_exchange_weak(seen, step)) break;
   for (int other = 0; other < size_; ++other) wake_all(words(other).turn);
+}
+
+void SharedGroup::void_step() {
+  write_left(rank_, step_, turn_);
+  tell({Note::kLeft, step_, turn_, 0}, GatherArgs::kAllRanks);
 }
 
 void SharedGroup::leave_step() {
@@ -244,14 +348,20 @@ bool SharedGroup::has_arrived(int rank) const {
   return static_cast<int32_t>(words(rank).turn.load(std::memory_order_acquire) - turn_) >= 0;
 }
 
-void SharedGroup::arrive(uint64_t signature) {
-  RankWords& own = words(rank_);
-  own.signatures[turn_ % 2].store(signature, std::memory_order_relaxed);
+void SharedGroup::write_turn(int rank, uint32_t turn, uint64_t signature) {
+  RankWords& its = words(rank);
+  its.signatures[turn % 2].store(signature, std::memory_order_relaxed);
+  // This store comes before the check for sleepers, so that a rank that is about to sleep does not miss it.
+  its.turn.store(turn, std::memory_order_seq_cst);
+  if (its.num_sleepers.load(std::memory_order_seq_cst) != 0) wake_all(its.turn);
+}
+
+// Other machines are told first, because they are further away.
+void SharedGroup::arrive(uint64_t signature, int64_t bytes, int reader) {
   std::atomic<uint32_t>& turns = where(memory_, members_[rank_]).turns;
   turns.store(turns.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-  // This store comes before the check for sleepers, so that a rank that is about to sleep does not miss it.
-  own.turn.store(turn_, std::memory_order_seq_cst);
-  if (own.num_sleepers.load(std::memory_order_seq_cst) != 0) wake_all(own.turn);
+  tell({Note::kTurn, turn_, signature, bytes}, reader);
+  write_turn(rank_, turn_, signature);
 }
 
 void SharedGroup::wait_for(int rank, uint64_t signature) {
@@ -260,7 +370,8 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
     const auto start = Clock::now();
     const auto spin_until = start + std::chrono::microseconds(spin_microseconds_);
     do {
-      for (int i = 0; i < kPausesPerClockRead && !has_arrived(rank); ++i) pause_cpu();
+      for (int i = 0; i < kPausesPerClockRead && !has_arrived(rank); ++i)
+        peers_.empty() ? pause_cpu() : std::this_thread::yield();  // a listener may have no core of its own
     } while (!has_arrived(rank) && Clock::now() < spin_until);
     if (!has_arrived(rank)) {
       bool is_late = false;
@@ -292,11 +403,11 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
 char* SharedGroup::begin_turn() {
   check();
   ++turn_;
-  return slot(rank_);
+  return slot(rank_, turn_);
 }
 
-void SharedGroup::end_turn(uint64_t signature) {
-  arrive(signature);
+void SharedGroup::end_turn(uint64_t signature, int64_t bytes) {
+  arrive(signature, bytes, GatherArgs::kAllRanks);
   for (int rank = 0; rank < size_; ++rank)
     if (rank != rank_) wait_for(rank, signature);
 }
@@ -325,11 +436,12 @@ void SharedGroup::gather(const GatherArgs& args) {
       const char* const own = args.part.data + row * args.part.stride + first;
       if (owners != nullptr) {
         for (int64_t i = 0; i < rows; ++i)
-          if (owners[i] != rank_) std::memcpy(slot(rank_) + i * own_width, own + i * args.part.stride, own_width);
+          if (owners[i] != rank_)
+            std::memcpy(slot(rank_, turn_) + i * own_width, own + i * args.part.stride, own_width);
       } else if (args.reader != rank_) {
-        copy_rows(own, args.part.stride, slot(rank_), own_width, own_width, rows);
+        copy_rows(own, args.part.stride, slot(rank_, turn_), own_width, own_width, rows);
       }
-      arrive(signature);
+      arrive(signature, own_width * rows, args.reader);
       const auto take = [&](int rank, const char* from, int64_t stride) {
         if (args.out.data == nullptr) return;
         char* to = args.out.data + out_row * args.out.stride + columns[rank] + first;
@@ -345,7 +457,7 @@ void SharedGroup::gather(const GatherArgs& args) {
       for (int rank = 0; rank < size_; ++rank) {
         if (rank == rank_) continue;
         wait_for(rank, signature);
-        take(rank, slot(rank), width_of(rank));
+        take(rank, slot(rank, turn_), width_of(rank));
       }
     }
     out_row += owners == nullptr ? rows : std::count(owners, owners + rows, rank_);
@@ -375,14 +487,14 @@ void SharedGroup::exchange(const ExchangeArgs& args) {
     for (int64_t first = 0; first < args.row_bytes; first += piece_bytes) {
       ++turn_;
       const int64_t width = std::min(args.row_bytes - first, piece_bytes);
-      copy_rows(args.own.data + (own_row + row) * args.own.stride + first, args.own.stride, slot(rank_), width, width,
-                rows_of(rank_));
-      arrive(signature);
+      copy_rows(args.own.data + (own_row + row) * args.own.stride + first, args.own.stride, slot(rank_, turn_), width,
+                width, rows_of(rank_));
+      arrive(signature, width * rows_of(rank_), GatherArgs::kAllRanks);
       const int64_t begin = std::max(first, args.first_byte), end = std::min(first + width, last_byte);
       for (int rank = 0; rank < size_; ++rank) {
         if (rank != rank_) wait_for(rank, signature);
         if (begin >= end) continue;
-        copy_rows(slot(rank) + begin - first, width,
+        copy_rows(slot(rank, turn_) + begin - first, width,
                   args.out.data + (first_row(rank) + row) * args.out.stride + begin - args.first_byte, args.out.stride,
                   end - begin, rows_of(rank));
       }

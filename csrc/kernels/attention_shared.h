@@ -107,7 +107,7 @@ class SharedRun {
     float* const slot = turns_.begin();
     if (slot == nullptr) return false;
     run_units<Path>(a_, work_.own, slot);
-    if (!turns_.end(kSignature + work_.parts.size())) return false;
+    if (!turns_.end(kSignature + work_.parts.size(), filled_[shared_.owner])) return false;
     find_joints();
     parallel_for(static_cast<int>(work_.joints.size()), [&](int task, int) { join(work_.joints[task]); });
     clear();

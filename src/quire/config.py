@@ -336,7 +336,10 @@ class EngineConfig:
         choices=("mp", "ray", "uni", "external_launcher"),
     )
     nnodes: int = option(
-        1, "Machines that share the stages of one copy of the model; with Ray: a machine for each stage.", flags=("-n",)
+        1,
+        "Machines that share one copy of the model: its stages, or the ranks of a stage; with Ray: a machine for each "
+        "stage.",
+        flags=("-n",),
     )
     distributed_timeout_seconds: int = option(
         600,
@@ -353,7 +356,7 @@ class EngineConfig:
         "127.0.0.1", "Address of machine 0 in the network of --nnodes and of Ray's replicas; it listens there."
     )
     master_port: int = option(29501, "Port of --master-addr.", bounds=Bounds(1, 65535))
-    headless: bool = option(False, "Compute stages for machine 0, and serve nothing.")
+    headless: bool = option(False, "Compute for machine 0, and serve nothing.")
     device_ids: tuple[str, ...] = option(
         (),
         "GPUs of this machine, by number or UUID (2,3 or 2 3): each rank of each replica takes the next one; else "

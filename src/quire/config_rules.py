@@ -190,13 +190,15 @@ def _check_lanes(config: EngineConfig) -> None:
 
 def _check_nodes(config: EngineConfig) -> None:
     """ConfigError for machines that cannot share a copy of the model."""
-    most, stages = config.nnodes, config.pipeline_parallel_size
-    if most < 1 or stages % most:
-        legal = [count for count in range(1, stages + 1) if stages % count == 0]
+    most, stages, width = config.nnodes, config.pipeline_parallel_size, config.tensor_parallel_size
+    legal = {count for count in range(1, stages + 1) if stages % count == 0}
+    legal |= {stages * count for count in range(1, width + 1) if width % count == 0}
+    if most not in legal:
         raise ConfigError(
-            f"{stages} stages cannot be shared by {most} machines",
+            f"{most} machines cannot share {stages} stage{'s' * (stages > 1)} of {width} rank{'s' * (width > 1)}",
             value=most,
-            expected=f"one of {', '.join(map(str, legal))}: each machine has whole stages",
+            expected=f"one of {', '.join(map(str, sorted(legal)))}: each machine has whole stages, or each stage has "
+            "the same number of ranks on each of its machines",
             param="nnodes",
         )
     if not 0 <= config.node_rank < most:

@@ -91,6 +91,14 @@ def test_where_each_rank_is(tmp_path: Path) -> None:
     assert "\nranks    ranks 0 to 1, each: node 0, stage 1, layers " in explanation.text()
 
 
+def test_ranks_of_a_stage_on_two_machines(tmp_path: Path) -> None:
+    model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
+    explanation = explain("m", EngineConfig(tensor_parallel_size=2, nnodes=2), ServerConfig(), model, DEVICE)
+    assert [each["node"] for each in explanation.as_dict()["ranks"]] == [0, 1]
+    for text in ("rank 0: node 0, layers ", "rank 1: node 1, layers "):
+        assert text in explanation.text()
+
+
 def test_ranks_that_divide_the_kv_cache(tmp_path: Path) -> None:
     """Half the bytes of a token on each rank, in blocks of 256 tokens."""
     model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))

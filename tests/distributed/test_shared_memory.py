@@ -1,12 +1,15 @@
-"""Ranks that join their columns through shared memory: as threads, which share nothing else."""
+"""Ranks that join their columns through shared memory: as threads, which share nothing else. On one machine, and on
+several.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
@@ -15,25 +18,43 @@ import pytest
 import torch
 
 from quire.distributed import shared_memory
-from quire.distributed.group import GroupError, StepVoid
+from quire.distributed.group import GroupError, Ranks, StepVoid
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import SharedMemoryGroup, make_memory, ranks_on
 from quire.errors import ConfigError
 from quire.kernels import cpu, extension
+from tests.distributed.machines import ranks_of
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
 LEAVES_WITHIN = 2.0  # seconds
 
 
-def groups_of(size: int, timeout_seconds: float = 60.0) -> list[SharedMemoryGroup]:
-    grid = Grid(width=size)
-    memory = make_memory(grid)
-    ranks = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=timeout_seconds) for rank in range(size)]
-    os.close(memory)
-    groups = [each.group for each in ranks]
-    assert all(isinstance(group, SharedMemoryGroup) for group in groups)
-    return groups  # type: ignore[return-value]
+class Make:
+    """Makes a stage of ranks.
+
+    Args:
+        has_machines: whether they are on several machines: each has two of four ranks, or one.
+    """
+
+    def __init__(self, has_machines: bool) -> None:
+        self._has_machines = has_machines
+        self.ranks = list[Ranks]()
+
+    def __call__(self, size: int, timeout_seconds: float = 60.0) -> list[SharedMemoryGroup]:
+        num_nodes = (2 if size == 4 else size) if self._has_machines else 1
+        self.ranks = ranks_of(Grid(width=size, num_nodes=num_nodes), timeout_seconds)
+        groups = [each.group for each in self.ranks]
+        assert all(isinstance(group, SharedMemoryGroup) for group in groups)
+        return groups  # type: ignore[return-value]
+
+
+@pytest.fixture(params=[False, True], ids=["one machine", "machines"])
+def groups_of(request: pytest.FixtureRequest) -> Iterator[Make]:
+    make = Make(request.param)
+    yield make
+    for each in make.ranks:
+        each.close()
 
 
 def together(groups: list[SharedMemoryGroup], run: Callable[[SharedMemoryGroup], Any]) -> list[Any]:
@@ -60,7 +81,12 @@ def part_of(rank: int, turn: int, rows: int, width: int, dtype: torch.dtype) -> 
     ],
 )
 def test_columns_lie_side_by_side(
-    slot_bytes: int, widths: tuple[int, ...], rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    groups_of: Make,
+    slot_bytes: int,
+    widths: tuple[int, ...],
+    rows: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Turn after turn, in slots that hold everything and in slots that hold a part of a row."""
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
@@ -84,7 +110,7 @@ def test_columns_lie_side_by_side(
 
 
 @pytest.mark.parametrize("slot_bytes", [64, 1 << 20])
-def test_columns_that_are_in_their_place(slot_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_that_are_in_their_place(groups_of: Make, slot_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank has computed its columns in the result's memory, and gets the others' columns beside them."""
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
     widths = (64, 64, 61)
@@ -111,7 +137,7 @@ def test_columns_that_are_in_their_place(slot_bytes: int, monkeypatch: pytest.Mo
     [((5, 7), [0, 1, 1, 0, 1]), ((64, 64, 61), [2, 2, 0] * 11), ((3, 0, 4), [1] * 9), ((2, 3), []), ((1, 1), [0])],
 )
 def test_each_rank_gets_its_rows(
-    slot_bytes: int, widths: tuple[int, ...], owners: list[int], monkeypatch: pytest.MonkeyPatch
+    groups_of: Make, slot_bytes: int, widths: tuple[int, ...], owners: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between turns that gather all rows."""
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
@@ -135,7 +161,7 @@ def test_each_rank_gets_its_rows(
             assert torch.equal(rows_of_rank, expected[owners_T == rank] if turn % 2 else expected)
 
 
-def test_ranks_that_want_other_rows_than_the_others_think_are_told() -> None:
+def test_ranks_that_want_other_rows_than_the_others_think_are_told(groups_of: Make) -> None:
     def run(group: SharedMemoryGroup) -> torch.Tensor:
         return group.gather_rows(torch.zeros(2, 1), (1, 1), torch.tensor([0, group.rank], dtype=torch.int32))
 
@@ -152,7 +178,7 @@ def test_the_memory_is_in_no_folder() -> None:
     os.close(memory)
 
 
-def test_more_ranks_than_cores() -> None:
+def test_more_ranks_than_cores(groups_of: Make) -> None:
     """Ranks that wait sleep, so that the others get on."""
 
     def run(group: SharedMemoryGroup) -> int:
@@ -164,7 +190,7 @@ def test_more_ranks_than_cores() -> None:
     assert together(groups_of(4), run) == [sum(6 + 4 * turn for turn in range(500))] * 4
 
 
-def test_a_recorded_call_joins_again() -> None:
+def test_a_recorded_call_joins_again(groups_of: Make) -> None:
     """As captured steps do: on the same addresses, by several ranks of a process at once."""
 
     def run(group: SharedMemoryGroup) -> list[int]:
@@ -189,6 +215,7 @@ def test_a_recorded_call_joins_again() -> None:
     ],
 )
 def test_columns_of_the_rows_of_all_ranks(
+    groups_of: Make,
     slot_bytes: int,
     counts: tuple[int, ...],
     columns: tuple[range, ...],
@@ -215,7 +242,7 @@ def test_columns_of_the_rows_of_all_ranks(
             assert torch.equal(each, whole[:, columns[rank].start : columns[rank].stop])
 
 
-def test_ranks_that_route_differently_are_noticed() -> None:
+def test_ranks_that_route_differently_are_noticed(groups_of: Make) -> None:
     def run(group: SharedMemoryGroup) -> torch.Tensor:
         begins = torch.tensor([0, 2 + group.rank, 5], dtype=torch.int32)
         return group.exchange(torch.ones(5, 4), begins, (0, 1, 2), [range(2)] * 2)
@@ -224,28 +251,28 @@ def test_ranks_that_route_differently_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("waits", [0.0, 0.3])
-def test_a_rank_that_fails_is_not_waited_for(waits: float) -> None:
+def test_a_rank_that_fails_is_not_waited_for(groups_of: Make, waits: float) -> None:
     """Whether the others sleep already or come later; and never again."""
-    groups, left = groups_of(3), []
+    groups, left = groups_of(4), []
 
     def run(group: SharedMemoryGroup) -> None:
         if group.rank == 1:
             time.sleep(waits)
-            group.fail_for(1)
+            groups_of.ranks[1].fail()
             return
         for _ in range(2):
             with pytest.raises(GroupError, match="rank 1 has failed"):
-                group.gather(torch.zeros(1, 1), (1, 1, 1))
+                group.gather(torch.zeros(1, 1), (1, 1, 1, 1))
         left.append(time.monotonic())
 
     start = time.monotonic()
-    assert together(groups, run) == [None] * 3
+    assert together(groups, run) == [None] * 4
     assert max(left) - start < waits + LEAVES_WITHIN
     assert {group.failed_rank for group in groups} == {1}
 
 
 @pytest.mark.parametrize("waits", [0.0, 0.3])
-def test_a_step_that_one_rank_leaves(waits: float) -> None:
+def test_a_step_that_one_rank_leaves(groups_of: Make, waits: float) -> None:
     """Before its first turn, in the middle, and behind its last one, which the others need not learn. All go on."""
 
     def run(group: SharedMemoryGroup) -> list[Any]:
@@ -257,7 +284,7 @@ def test_a_step_that_one_rank_leaves(waits: float) -> None:
                     if group.rank == 1 and step in (1, 3) and turn == step:
                         time.sleep(waits)
                         raise OSError
-                    found.append(group.gather(torch.tensor([[step + turn]]), (1, 1, 1)).tolist())
+                    found.append(group.gather(torch.tensor([[step + turn]]), (1, 1, 1, 1)).tolist())
                 if group.rank == 1 and step == 4:
                     raise OSError
             except (OSError, StepVoid):
@@ -268,10 +295,10 @@ def test_a_step_that_one_rank_leaves(waits: float) -> None:
                 group.end_step()
         return found
 
-    whole = [[[[step + turn] * 3] for turn in range(4)] for step in range(6)]
+    whole = [[[[step + turn] * 4] for turn in range(4)] for step in range(6)]
     others = [*whole[0], 1, *whole[2], 3, *whole[4], *whole[5]]
-    first, second, third = together(groups_of(3), run)
-    assert first == third == others
+    first, second, *more = together(groups_of(4), run)
+    assert [first, *more] == [others] * 3
     assert second == [*others[:-4], 4, *others[-4:]]
 
 
@@ -280,9 +307,7 @@ def test_a_step_that_one_rank_leaves(waits: float) -> None:
 def test_a_step_of_two_groups_that_one_rank_leaves(leaver: int, waits: float) -> None:
     """Two lanes of two ranks, and all of them: others wait in either group, and none waits for ever."""
     grid = Grid(width=2, num_lanes=2)
-    memory = make_memory(grid)
-    ranks = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=10.0) for rank in range(4)]
-    os.close(memory)
+    ranks = ranks_of(grid, timeout_seconds=10.0)
     found: list[list[int]] = [[] for _ in ranks]
 
     def run(rank: int) -> None:
@@ -314,18 +339,18 @@ def test_a_step_of_two_groups_that_one_rank_leaves(leaver: int, waits: float) ->
     assert found == [[0, 3]] * 4
 
 
-def test_a_step_is_left_although_a_rank_is_lost() -> None:
+def test_a_step_is_left_although_a_rank_is_lost(groups_of: Make) -> None:
     first, second, _ = groups_of(3)
     for group in (first, second):
         group.begin_step()
-    threading.Timer(0.2, second.fail_for, (1,)).start()
+    threading.Timer(0.2, groups_of.ranks[1].fail).start()
     with pytest.raises(GroupError, match="rank 1 has failed"):
         first.leave_step()
 
 
-def test_others_can_say_that_a_rank_is_gone() -> None:
-    first, second = groups_of(2)
-    threading.Timer(0.2, second.fail_for, (1,)).start()
+def test_others_can_say_that_a_rank_is_gone(groups_of: Make) -> None:
+    first, _ = groups_of(2)
+    threading.Timer(0.2, groups_of.ranks[1].fail).start()
     with pytest.raises(GroupError, match="rank 1 has failed"):
         first.gather(torch.zeros(2, 1), (1, 1))
 
@@ -340,14 +365,52 @@ def test_a_rank_that_cannot_be_made_closes_its_connections(monkeypatch: pytest.M
         assert theirs.recv(1) == b""
 
 
-def test_a_rank_that_does_not_come() -> None:
+def test_a_rank_that_does_not_come(groups_of: Make) -> None:
     first, _ = groups_of(2, timeout_seconds=0.3)
     with pytest.raises(GroupError, match=r"rank 1 did not come within 0 s \(--distributed-timeout-seconds\)"):
         first.gather(torch.zeros(2, 1), (1, 1))
 
 
+@pytest.fixture
+def first_and_socket() -> Iterator[tuple[Ranks, socket.socket]]:
+    """Rank 0 of two machines with a rank each, and the other end of its connection."""
+    grid, (ours, theirs) = Grid(width=2, num_nodes=2), socket.socketpair()
+    memory = make_memory(grid)
+    first = ranks_on(memory, 0, grid, {1: ours.detach()}, has_own_cores=False, timeout_seconds=0.5)
+    os.close(memory)
+    with theirs:
+        yield first, theirs
+    first.close()
+
+
+@pytest.mark.parametrize("last", ["kind", "length", "end"])
+def test_a_machine_that_sends_nonsense(first_and_socket: tuple[Ranks, socket.socket], last: str) -> None:
+    """A note has its kind, the number of the turn, a word and the length of what follows."""
+    first, peer = first_and_socket
+    kind, num_bytes = (3, 0) if last == "kind" else (0, -1 if last == "length" else 8)
+    peer.sendall(struct.pack("=IIQq", kind, 1, 0, num_bytes) + bytes(4))
+    peer.shutdown(socket.SHUT_WR)
+    assert first.group is not None
+    with pytest.raises(GroupError, match="rank 1 has failed"):
+        first.group.gather(torch.zeros(2, 1), (1, 1))
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_machine_that_takes_nothing(first_and_socket: tuple[Ranks, socket.socket], is_lost: bool) -> None:
+    """Its rank is late. If it is known to be lost, it is not waited for."""
+    first, _ = first_and_socket
+    if is_lost:
+        threading.Timer(0.1, first.failing.fail_for, (1,)).start()
+    words = "rank 1 has failed" if is_lost else "rank 1 did not come within 0 s"
+    assert first.group is not None
+    with pytest.raises(GroupError, match=words):
+        first.group.gather(torch.zeros(16, 1 << 18), (1 << 18, 1 << 18))
+
+
 @pytest.mark.parametrize(("rows", "widths"), [((2, 3), ((1, 1), (1, 1))), ((2, 2), ((1, 1), (1, 2)))])
-def test_ranks_that_do_different_things(rows: tuple[int, int], widths: tuple[tuple[int, int], ...]) -> None:
+def test_ranks_that_do_different_things(
+    groups_of: Make, rows: tuple[int, int], widths: tuple[tuple[int, int], ...]
+) -> None:
     """An error, not a wrong result or a hang."""
 
     def run(group: SharedMemoryGroup) -> None:

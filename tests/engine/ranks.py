@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import pytest
 
 import quire.demo
 from quire.config import EngineConfig
-from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.start import StartedEngine, start_engine
 from quire.life_cycle import Worker
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.worker.worker import DeviceWorker
+from tests.distributed.machines import ranks_of
 
 LIMITS: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -66,12 +65,7 @@ def started(
         grid = grid_of(config)
         if grid.size == 1:
             return [DeviceWorker(model_config, progress)]
-        memory = make_memory(grid)
-        found = [
-            ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=config.distributed_timeout_seconds)
-            for rank in range(grid.size)
-        ]
-        os.close(memory)
+        found = ranks_of(grid, config.distributed_timeout_seconds)
         return [DeviceWorker(part_of_rank(model_config, config, ranks.rank), progress, ranks=ranks) for ranks in found]
 
     folder = folder or quire.demo.path("target")

@@ -166,7 +166,8 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["stages", "ranks"])
+def test_torchrun_on_two_machines(sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which are two addresses of this one."""
     monkeypatch.setenv("QUIRE_CLUSTER_KEY", KEY)
     port, own_port = free_ports(2)
@@ -175,7 +176,7 @@ def test_torchrun_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         where = ["--node-rank", str(node), "--local-addr", f"127.0.0.{node + 1}"]
         where += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
         launcher = ["-m", "torch.distributed.run", "--nnodes", "2", *where, "--nproc-per-node", "1"]
-        words = [sys.executable, *launcher, *commands(tmp_path, pipeline_parallel_size=2, master_port=own_port)]
+        words = [sys.executable, *launcher, *commands(tmp_path, master_port=own_port, **sizes)]
         agents.append(subprocess.Popen(words))
     try:
         assert [agent.wait(200) for agent in agents] == [0, 0]
@@ -187,11 +188,14 @@ def test_torchrun_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_two_ranks_of_a_stage_on_each_of_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("width", "num_stages"), [(2, 2), (4, 1)])
+def test_two_ranks_of_a_stage_on_each_of_two_machines(
+    width: int, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("QUIRE_CLUSTER_KEY", KEY), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     (own_port,) = free_ports(1)
-    sizes: dict[str, Any] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    sizes: dict[str, Any] = {"tensor_parallel_size": width, "pipeline_parallel_size": num_stages}
     ended = together(tmp_path, 4, master_addr="127.0.0.2", master_port=own_port, **sizes)
     assert [code for code, _ in ended] == [0] * 4, ended
     check_answers(tmp_path, 4)

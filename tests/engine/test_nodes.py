@@ -1,4 +1,4 @@
-"""Stages on several machines, which are two addresses of this one: the tokens of one process, and failures."""
+"""Stages and ranks on several machines, which are two addresses of this one: tokens of one process, and failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from quire.model_config import load_model_config
 from quire.speculative_config import SpeculativeConfig
 from tests.engine.harness import run
 from tests.engine.ranks import LIMITS, ignore, started
+from tests.engine.test_leaving_ranks import LEAVES_WITHIN, Witness
 from tests.engine.test_rank_processes import ENDLESS, is_there, wait_for
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_ranks_drafters import drafted
@@ -87,16 +88,16 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 2])
-def test_two_machines_give_the_tokens_of_one_process(width: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "num_stages"), [(1, 2), (2, 2), (4, 1)])
+def test_two_machines_give_the_tokens_of_one_process(width: int, num_stages: int, tmp_path: Path) -> None:
     """Also with an adapter that comes later."""
     port, config = free_port(), load_model_config(quire.demo.path("target"))
     adapter = write_random_adapter(tmp_path, config, rank=8, modules=("down_proj", "lm_head"))
-    more = {"tensor_parallel_size": width, "enable_lora": True}
+    more = {"tensor_parallel_size": width, "pipeline_parallel_size": num_stages, "enable_lora": True}
     with other_node(port, **more) as node:
         engine, one = head(port, **more), started(1, enable_lora=True)
         pids = children(node.pid)
-        assert len(pids) == width
+        assert len(pids) == width * num_stages // 2
         assert run(engine.core, brief()) == run(one.core, brief())
         facts = [load(core, adapter).facts for core in (engine.core, one.core)]
         assert facts[0] is not None
@@ -136,24 +137,57 @@ def test_another_drafter_does_not_fit(tmp_path: Path) -> None:
     assert "with drafter" in str(nodes.misfit(of(folder), of(copied)))
 
 
-@pytest.mark.parametrize("lost", ["rank", pytest.param("node", marks=pytest.mark.slow)])
-def test_what_is_lost_on_another_machine_is_named(lost: str) -> None:
-    """Before that both machines give the tokens of one process."""
-    port = free_port()
-    with other_node(port) as node:
-        engine = head(port)
-        (pid,) = children(node.pid)
+@pytest.mark.slow
+def test_a_model_that_drafts_on_two_machines() -> None:
+    port, folder = free_port(), quire.demo.path("draft")
+    drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
+    more = RANKS | {"tensor_parallel_size": 2}
+    with other_node(port, **more, speculative_config=json.dumps(drafts)):
+        engine = head(port, folder, **more, speculative_config=drafts)
+        tokens, num_drafted, num_held = drafted(engine)
+        engine.core.shutdown()
+    assert tokens == run(started(1).core, brief())
+    assert num_drafted > num_held > 5
+
+
+STAGES = {"pipeline_parallel_size": 2}
+RANKS = {"pipeline_parallel_size": 1, "tensor_parallel_size": 4}
+SIGNALS = {"is killed": signal.SIGKILL, "is stopped": signal.SIGSTOP}
+
+
+@pytest.mark.parametrize(
+    ("lost", "fault", "sizes"),
+    [
+        ("rank", "is killed", STAGES),
+        ("rank", "is killed", RANKS),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("node", "is killed", STAGES), ("node", "is killed", RANKS), ("rank", "is stopped", RANKS))
+        ),
+    ],
+)
+def test_what_is_lost_on_another_machine_is_named(lost: str, fault: str, sizes: dict[str, int]) -> None:
+    """Within two seconds. Before that both machines give the tokens of one process."""
+    port, times = free_port(), list[float]()
+    with other_node(port, **sizes) as node, closing(Witness()) as witness:
+        engine = head(port, **sizes)
+        pids = children(node.pid)
         assert run(engine.core, brief()) == run(started(1).core, brief())
 
         def hit(core: Any, step: int) -> None:
             if step == 20:
-                os.kill(pid if lost == "rank" else node.pid, signal.SIGKILL)
+                os.kill(pids[-1] if lost == "rank" else node.pid, SIGNALS[fault])
+                times.append(time.monotonic())
 
-        words = rf"\(process {pid} on .*\) was killed by SIGKILL" if lost == "rank" else r"\(on 127.0.0.1\) is lost"
-        with pytest.raises(EngineDeadError, match=f"Rank 1 of 2, in stage 0 of 2 {words}"):
+        end = "was killed by SIGKILL" if fault == "is killed" else "was stopped by a signal"
+        words = rf"\(process {pids[-1]} on .*\) {end}" if lost == "rank" else r"\(on 127.0.0.1\) is lost"
+        last = "Rank 1 of 2, in stage 0 of 2" if sizes is STAGES else "Rank [23] of 4"
+        with pytest.raises(EngineDeadError, match=f"{last} {words}"):
             run(engine.core, [ENDLESS] * 200, before_step=hit)  # a busy machine may take some time to end a process
+        times.append(time.monotonic())
+        assert times[1] - times[0] - witness.seconds_between(*times) < LEAVES_WITHIN
         engine.core.shutdown()
-        assert wait_for(lambda: not is_there(pid), 5.0)
+        assert wait_for(lambda: not any(map(is_there, pids)), 5.0)
         assert node.wait(5) == (1 if lost == "rank" else -signal.SIGKILL)
 
 
@@ -217,7 +251,7 @@ def finish(port: int, config: EngineConfig) -> None:
     """Come as the machine that is waited for."""
     with come(port) as home:
         wire.send(home, nodes.encode(told(config)))
-        assert nodes.decode(wire.receive(home)) == Welcome(ADDRESS, port)
+        assert nodes.decode(wire.receive(home)) == Welcome([])
         connect(port, (1, "rows"), (1, "orders"))
 
 
@@ -231,7 +265,7 @@ def connect(port: int, *uses: tuple[int, Use]) -> None:
 def close(found: list[Joined]) -> None:
     """What was let in."""
     (joined,) = found
-    assert (*joined.homes, *joined.ranks, *joined.links) == (1, 1, 1)
+    assert (*joined.homes, *joined.ranks, *joined.linked()) == (1, 1, (0, 1))
     for peer in joined.peers():
         peer.close()
 
@@ -251,7 +285,8 @@ def test_a_machine_that_starts_again_while_others_are_awaited() -> None:
         with coming(1) as another:
             assert nodes.decode(wire.receive(another)) == Refused("node 1 is here already, or is none of 1 to 2")
     with coming(1) as one, coming(2) as two:
-        assert [type(nodes.decode(wire.receive(home))) for home in (one, two)] == [Welcome, Welcome]
+        welcomes = [nodes.decode(wire.receive(home)) for home in (one, two)]
+        assert welcomes == [Welcome([]), Welcome([(one.getsockname()[0], 1)])]
         connect(port, (1, "rows"), (1, "orders"), (2, "orders"))
         letting.join(15.0)
     for peer in found[0].peers():
@@ -308,7 +343,7 @@ def test_who_is_let_in(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
             while stranger.recv(4096):
                 pass
     assert wait_for(lambda: "a frame has" in caplog.text, 5.0)
-    for frame in (b"no message", nodes.encode(Welcome("here", 1))):
+    for frame in (b"no message", nodes.encode(Welcome([("here", 1)]))):
         with come(port) as peer:
             wire.send(peer, frame)
     for changes in ({"version": "0.0.1"}, {"isa": "none"}, {"checkpoint": "other"}, {"settings": {}}):
@@ -346,7 +381,12 @@ def test_a_port_in_use_names_its_flag() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"nnodes": 3}, "2 stages cannot be shared by 3 machines.*one of 1, 2"),
+        ({"nnodes": 3}, "3 machines cannot share 2 stages of 1 rank[.].*one of 1, 2:"),
+        (
+            {"tensor_parallel_size": 6, "nnodes": 3},
+            "3 machines cannot share 2 stages of 6 ranks.*one of 1, 2, 4, 6, 12:",
+        ),
+        ({"nnodes": 0}, "0 machines cannot share"),
         ({"node_rank": 2, "headless": True}, "There is no such machine"),
         ({"node_rank": 1}, "Only machine 0 runs the server"),
         ({"headless": True}, "Only machine 0 runs the server"),

@@ -137,6 +137,14 @@ def test_ray_starts_the_machines(cluster: None, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Ray's own
+def test_ranks_of_a_stage_on_two_machines(cluster: None) -> None:
+    engine = on_ray(pipeline_parallel_size=1, tensor_parallel_size=2, nnodes=2)
+    assert run(engine.core, brief()) == run(started(1).core, brief())
+    engine.core.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # Ray's own
 def test_what_ray_cannot_place_is_said(cluster: None) -> None:
     with pytest.raises(ConfigError) as error:
         on_ray(num_threads=3)

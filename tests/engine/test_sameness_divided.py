@@ -252,6 +252,12 @@ def test_stages(folder_of: Callable[[str], Path], expected: Callable[[str, str, 
     assert found == expected("latent", "bfloat16", cpu.isa())
 
 
+def test_machines(folder_of: Callable[[str], Path], expected: Callable[[str, str, str], Answer]) -> None:
+    """Two of the owners are on each of two machines."""
+    found = of(4, folder_of("one head"), nnodes=2, decode_context_parallel_size=4, **FORMS["int8"])
+    assert found == expected("one head", "int8", cpu.isa())
+
+
 @pytest.mark.slow
 def test_processes(folder_of: Callable[[str], Path], expected: Callable[[str, str, str], Answer]) -> None:
     sizes = {"num_threads": 2, "device": "cpu", "max_num_seqs": 4, "dtype": "bfloat16"}

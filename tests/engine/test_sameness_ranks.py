@@ -270,9 +270,9 @@ def test_a_request_that_cannot_be_prepared_ends_alone() -> None:
     core.shutdown()
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[StartedEngine]:
-    engine = started(2, two_layers(), async_scheduling=True)
+@pytest.fixture(scope="module", params=[1, 2], ids=["one machine", "two machines"])
+def two_ranks(request: pytest.FixtureRequest) -> Iterator[StartedEngine]:
+    engine = started(2, two_layers(), async_scheduling=True, nnodes=request.param)
     yield engine
     engine.core.shutdown()
 

@@ -133,7 +133,7 @@ def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
     joined = Joined(
         {1: ours["home"]},
         {rank: ours[str(rank)] for rank in (3, 4, 5)},
-        {rank: ours[f"{rank} sends"] for rank in (3, 4, 5)},
+        {rank - 3: {rank: ours[f"{rank} sends"]} for rank in (3, 4, 5)},
     )
     monkeypatch.setattr(ranks, "let_in", lambda *arguments: joined)
     monkeypatch.setattr(ranks, "RankInterpreter", One)

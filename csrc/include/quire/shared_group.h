@@ -8,9 +8,12 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "quire/strided.h"
@@ -38,6 +41,7 @@ class StepVoid : public std::runtime_error {
 };
 
 struct RankWords;
+struct Note;
 struct GatherArgs;
 struct ExchangeArgs;
 
@@ -47,8 +51,11 @@ class SharedGroup {
   // and begins at `begin`, which is kFirstPart or the end of other parts. `members` are the numbers of its ranks among
   // all ranks, and `rank` is the index of this rank among them. A waiting rank spins for `spin_microseconds` before it
   // sleeps. After `timeout_seconds` it throws RankLate. Throws std::system_error if the memory cannot be mapped.
+  //
+  // `peers` has the ranks of the group on other machines to which this rank is connected, one on each machine, and the
+  // connections: blocking sockets, which the caller may close afterwards. It is empty if all ranks are on this machine.
   SharedGroup(int fd, int64_t begin, std::vector<int> members, int rank, int64_t slot_bytes, int spin_microseconds,
-              double timeout_seconds);
+              double timeout_seconds, const std::vector<std::pair<int, int>>& peers);
   ~SharedGroup();
   SharedGroup(const SharedGroup&) = delete;
   SharedGroup& operator=(const SharedGroup&) = delete;
@@ -65,14 +72,16 @@ class SharedGroup {
   void exchange(const ExchangeArgs& args);
 
   // A turn in which the caller fills and reads the slots. begin_turn gives the slot of this rank, slot_bytes() in whole
-  // cache lines. end_turn returns when all ranks have filled their slots. slot_of(rank) may be read until the next turn
-  // begins. All ranks must give the same signature, which says what they do. Both throw GroupError or StepVoid.
+  // cache lines. end_turn returns when all ranks have filled their slots, this one with `bytes`. slot_of(rank) may be
+  // read until the next turn begins. All ranks must give the same signature, which says what they do. Both throw
+  // GroupError or StepVoid.
   char* begin_turn();
-  void end_turn(uint64_t signature);
-  const char* slot_of(int rank) const { return slot(rank); }
+  void end_turn(uint64_t signature, int64_t bytes);
+  const char* slot_of(int rank) const { return slot(rank, turn_); }
   int64_t slot_bytes() const { return slot_bytes_; }
 
-  // Begin and end a step around its turns. All ranks take the same steps in the same order.
+  // Begin and end a step around its turns. All ranks take the same steps in the same order. Ends, void steps and leaves
+  // are told to other machines: they throw GroupError.
   void begin_step();
   void end_step();
   // Tells the ranks of this group that the step is void. A rank of several groups calls it in all of them before
@@ -83,8 +92,11 @@ class SharedGroup {
   void leave_step();
 
   // Tells that a rank has failed, by its number among all ranks. All ranks of all groups stop waiting, now and later.
-  // Only the first rank that fails is remembered.
+  // Only the first rank that fails is remembered. Other machines notice that a connection ends.
   void abort(int number);
+
+  // Ends the connections to other machines. This rank takes no more turns.
+  void close();
   int rank() const { return rank_; }
   int size() const { return size_; }
   int aborted() const;  // the number of the rank that has failed; -1: none
@@ -92,13 +104,25 @@ class SharedGroup {
   double waited_seconds() const { return waited_seconds_; }  // the time spent waiting for other ranks in all turns
 
  private:
-  void arrive(uint64_t signature);
+  // A rank of another machine to which this rank is connected.
+  struct Peer {
+    int rank, socket;
+    std::thread listener;
+  };
+
+  void arrive(uint64_t signature, int64_t bytes, int reader);
+  void tell(const Note& note, int reader);
+  void send(const Peer& peer, const Note& note);
+  void listen(int rank, int socket);
+  void write_turn(int rank, uint32_t turn, uint64_t signature);
+  void write_left(int rank, uint32_t step, uint32_t turn);
   void wait_for(int rank, uint64_t signature);
   bool has_arrived(int rank) const;
   void check() const;
   bool is_void() const;
   bool has_left(int rank);
-  char* slot(int rank) const;
+  char* slot(int rank, uint32_t turn) const;
+  int machine(int rank) const { return rank / num_local_; }
   RankWords& words(int rank) const;
 
   std::string name(int rank) const;
@@ -114,6 +138,9 @@ class SharedGroup {
   uint32_t turn_ = 0;
   uint32_t step_ = 0;
   double waited_seconds_ = 0;
+  int num_local_;  // the ranks of the group on each machine
+  std::vector<Peer> peers_;
+  std::atomic<bool> is_closing_ = false;
 };
 
 // The progress of the ranks of a machine, in the first part of their memory. Any thread may read it.

@@ -243,7 +243,8 @@ class Ranks:
         failing: tells all ranks that one of them has failed, and keeps why this one has.
         whereabouts: the progress of the ranks on this machine.
         timeout_seconds: the longest wait for another rank.
-        group: the ranks that share this rank's stage or lane; None: this rank has the stage or lane alone.
+        group: the ranks that share this rank's stage or lane, perhaps on several machines; None: this rank has the
+            stage or lane alone.
         everyone: the ranks of all lanes, which share experts; None: there are no lanes.
         hosts: all ranks of this machine, whose hosts agree if they compute on GPUs; None: there is one rank here,
             or more than MOST_RANKS.

@@ -16,7 +16,7 @@ class Grid:
     Attributes:
         width: the number of ranks that share a stage or a lane (tensor parallelism).
         num_stages: the number of pipeline stages. Each has some of the layers.
-        num_nodes: the number of machines. All have the same number of whole stages.
+        num_nodes: the number of machines. Each has whole stages, or the same part of one stage.
         num_lanes: the number of lanes (data parallelism). Lanes share only experts. Their ranks lie one lane after the
             other.
     """
@@ -69,10 +69,21 @@ class Grid:
         """The rank of the next stage that gets the output of this rank; None: this is the last stage."""
         return rank - self.width if self.num_stages > 1 and rank >= self.width else None
 
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks of its stage to which a rank is connected: on each other machine, the one in its place there."""
+        members = self.stage_members(rank)
+        return tuple(each for each in members if each != rank and (each - rank) % self.num_local == 0)
+
+    def far(self, rank: int) -> tuple[int, ...]:
+        """All ranks of other machines with which a rank exchanges rows."""
+        neighbours = (each for each in (self.before(rank), self.behind(rank)) if each is not None)
+        return (*self.peers(rank), *(each for each in neighbours if self.node(each) != self.node(rank)))
+
     def groups(self, node: int = 0) -> list[tuple[int, ...]]:
         """All groups of ranks of a machine that exchange something or agree on something.
 
-        They are the ranks of a stage or of a lane, pairs of a sender and a receiver, and all ranks if they are few.
+        They are the ranks of a stage or of a lane, pairs of a sender and a receiver, and all ranks if they are few. A
+        stage may have ranks on other machines too.
         """
         here = self.ranks_of(node)
         stages = [self.stage_members(rank) for rank in here[:: self.width] if self.width > 1]

@@ -1,6 +1,7 @@
-"""Groups of ranks on one machine, which exchange tensors through shared memory. Ranks are processes or threads.
+"""Groups of ranks, which exchange tensors through shared memory. Ranks are processes or threads.
 
-The memory has no name. So the system frees it when its last owner ends.
+The memory has no name. So the system frees it when its last owner ends. If a stage has ranks on several machines, each
+machine has such memory, and ranks send what they write there to the other machines.
 
 Dimensions: T rows, N columns of all ranks.
 """
@@ -85,7 +86,7 @@ def ranks_on(
                 param="tensor_parallel_size",
             )
         whereabouts = Whereabouts(memory, rank, grid.ranks_of(grid.node(rank)))
-        found = _groups(memory, rank, grid, has_own_cores=has_own_cores, timeout_seconds=timeout_seconds)
+        found = _groups(memory, rank, grid, peers, has_own_cores=has_own_cores, timeout_seconds=timeout_seconds)
         group, hosts = found.get(grid.stage_members(rank)), found.get(tuple(grid.ranks_of(grid.node(rank))))
         everyone = hosts if grid.num_lanes > 1 else None
 
@@ -117,13 +118,24 @@ def ranks_on(
 
 
 def _groups(
-    memory: int, rank: int, grid: Grid, *, has_own_cores: bool, timeout_seconds: float
+    memory: int,
+    rank: int,
+    grid: Grid,
+    peers: Mapping[int, socket.socket],
+    *,
+    has_own_cores: bool,
+    timeout_seconds: float,
 ) -> dict[tuple[int, ...], SharedMemoryGroup]:
-    """The groups of a rank in the memory, by their members."""
+    """The groups of a rank in the memory, by their members.
+
+    Args:
+        peers: the connections to ranks of other machines.
+    """
     begin = extension.C.SharedGroup.first_part
     found: dict[tuple[int, ...], SharedMemoryGroup] = {}
     for members in grid.groups(grid.node(rank)):
         if rank in members:
+            own = {other: peers[other] for other in grid.peers(rank)} if members == grid.stage_members(rank) else {}
             shared = extension.C.SharedGroup(
                 fd=memory,
                 begin=begin,
@@ -132,8 +144,9 @@ def _groups(
                 slot_bytes=SLOT_BYTES,
                 spin_microseconds=SPIN_MICROSECONDS if has_own_cores else SHORT_SPIN_MICROSECONDS,
                 timeout_seconds=timeout_seconds,
+                peers=[(members.index(other), peer.fileno()) for other, peer in own.items()],
             )
-            found[members] = SharedMemoryGroup(shared, members, rank)
+            found[members] = SharedMemoryGroup(shared, members, rank, tuple(own.values()))
         begin += extension.C.SharedGroup.num_bytes(size=len(members), slot_bytes=SLOT_BYTES)
     return found
 
@@ -158,19 +171,22 @@ class _Failing:
 
 
 class SharedMemoryGroup:
-    """A Group of ranks of one machine.
+    """A Group of ranks that share memory. Those of other machines have connections to ranks of this one.
 
     Args:
         shared: the group in the compiled extension (csrc/shared_group.cpp).
         members: the numbers of its ranks among all ranks.
         number: the number of this rank among all ranks.
+        peers: this rank's connections to ranks of other machines. `close` closes them.
     """
 
     do_hosts_agree = False  # each stage has steps of its own
 
-    def __init__(self, shared: _C.SharedGroup, members: tuple[int, ...], number: int) -> None:
+    def __init__(
+        self, shared: _C.SharedGroup, members: tuple[int, ...], number: int, peers: Sequence[socket.socket] = ()
+    ) -> None:
         self.rank, self.size = members.index(number), len(members)
-        self._shared = shared
+        self._shared, self._peers = shared, peers
         self._rows = torch.empty(0)  # the memory of the results of gather_rows
 
     @property
@@ -259,7 +275,10 @@ class SharedMemoryGroup:
         self._shared.leave_step()
 
     def close(self) -> None:
-        """There is nothing to close: the system frees the memory with its last owner."""
+        """End the connections. The system frees the memory with its last owner."""
+        self._shared.close()
+        for peer in self._peers:
+            peer.close()
 
     def fail_for(self, rank: int) -> None:
         """Note that a rank (its number among all ranks) has failed. All ranks of all groups stop waiting."""

@@ -29,10 +29,10 @@ from quire import envs
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.distributed.group import Failing
-from quire.distributed.layout import Grid
+from quire.distributed.layout import MOST_RANKS, Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.node_process import connect_node
-from quire.engine.nodes import let_in, links_in
+from quire.engine.nodes import let_in
 from quire.engine.rank_messages import Answer, Failed, FromRank, decode_from_rank, encode
 from quire.engine.worker_thread import WorkerThread
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, PeerLostError
@@ -48,7 +48,8 @@ from quire.resolve import DeviceFacts
 from quire.schedule import Pending, Polled, ScheduledBatch, StepResult, StepTokens
 from quire.worker.worker import DeviceWorker
 
-MOST_RESULT_BYTES, MOST_MEETING_BYTES = 1 << 30, 256
+MOST_RESULT_BYTES, MOST_MEETING_BYTES = 1 << 30, 1024
+MOST_DESCRIPTORS = MOST_RANKS + 3  # of a rank: its memory, a connection to the first rank, and its links
 _RANK, _CREDENTIALS = struct.Struct("i"), struct.Struct("3i")
 _digested: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
@@ -239,7 +240,7 @@ def _connect(
         on_error.enter_context(peer)
     for peer in joined.homes.values():
         peer.close()
-    return {0: joined.ranks}, {rank: {sender: joined.links[sender]} for rank, sender in links_in(config, grid).items()}
+    return {0: joined.ranks}, joined.links
 
 
 def _gather(
@@ -310,7 +311,7 @@ def _join(rank: int, name: str, until: float, on_error: ExitStack) -> _Met:
 
 def _received(peer: socket.socket) -> tuple[bytes, list[int], int, object]:
     """Bytes and file descriptors. Raises ConnectionError."""
-    found = socket.recv_fds(peer, MOST_MEETING_BYTES, 3)
+    found = socket.recv_fds(peer, MOST_MEETING_BYTES, MOST_DESCRIPTORS)
     if not found[1]:
         raise ConnectionError("the first rank has ended")
     return found

@@ -29,18 +29,18 @@ logger = get_logger(__name__)
 
 
 def run_node(
-    config: EngineConfig, model_folder: Path, interpreters: list[RankInterpreter], drafter_folder: Path | None
+    config: EngineConfig, model_folder: Path, drafter_folder: Path | None, interpreters: list[RankInterpreter]
 ) -> int:
     """Compute for node 0 until it ends. Returns the exit code: 0, or 1 if a rank of this node was lost.
 
     Args:
+        drafter_folder: the folder of the model that drafts; None: no model drafts.
         interpreters: interpreters for the ranks: see ranks.start_ranks.
-        drafter_folder: see nodes.hello.
 
     Raises ConfigError if node 0 cannot be reached, or refuses this node.
     """
     with ExitStack() as opened:
-        return _run(config, model_folder, interpreters, opened, drafter_folder)
+        return _run(config, model_folder, drafter_folder, interpreters, opened)
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,18 @@ def connect_node(
                 f"Node 0 refuses this node: {message.why}", fix="Start all nodes alike", param="node_rank"
             )
         assert isinstance(message, Welcome)
-        until = time.monotonic() + nodes.MOST_WAIT_SECONDS
+        until, places = time.monotonic() + nodes.MOST_WAIT_SECONDS, [place, *message.places]
 
-        def connect(rank: int, use: Use) -> socket.socket:
-            target = (message.address, message.port) if use == "rows" else place
-            peer = opened.enter_context(wire.connect(*target, key, until))
-            wire.send(peer, nodes.encode(RankConnects(rank, use)))
+        def connect(rank: int, use: Use, to: int = 0) -> socket.socket:
+            peer = opened.enter_context(wire.connect(*places[grid.node(to)], key, until))
+            wire.send(peer, nodes.encode(RankConnects(rank, use, to)))
             return peer
 
-        receivers, senders = nodes.links_out(config, grid), nodes.links_in(config, grid)
-        out = {rank: connect(rank, "rows") for rank in receivers}
-        arrived = Joined()
-        while arrived.links.keys() != set(senders.values()):
+        out = {(rank, to): connect(rank, "rows", to) for rank, to in sorted(nodes.links_out(config, grid))}
+        arrived, expected = Joined(), nodes.links_in(config, grid)
+        while arrived.linked() != expected:
             nodes.take(listener, key, until, arrived)
-        for peer in arrived.links.values():
+        for peer in arrived.peers():
             opened.enter_context(peer)
         here = grid.ranks_of(config.node_rank)
         controls = {rank: connect(rank, "orders") for rank in here}
@@ -111,20 +109,18 @@ def connect_node(
             fix=f"Check that it was started, --master-addr and --master-port, and {envs.CLUSTER_KEY.name} on both",
             param="master_addr",
         ) from error
-    links: dict[int, dict[int, socket.socket]] = {rank: {} for rank in controls}
-    for rank, receiver in receivers.items():
-        links[rank][receiver] = out[rank]
-    for rank, sender in senders.items():
-        links[rank][sender] = arrived.links[sender]
+    links = {rank: arrived.links.get(rank, {}) for rank in controls}
+    for (rank, to), peer in out.items():
+        links[rank][to] = peer
     return Connected(home, controls, adapters, links)
 
 
 def _run(
     config: EngineConfig,
     model_folder: Path,
+    drafter_folder: Path | None,
     interpreters: list[RankInterpreter],
     opened: ExitStack,
-    drafter_folder: Path | None,
 ) -> int:
     grid, cpus = grid_of(config), cpus_of_processes(config)
     connected = connect_node(config, model_folder, opened, drafter_folder)

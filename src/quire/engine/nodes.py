@@ -1,7 +1,8 @@
 """Connects the nodes of an engine that is spread over several machines. Node 0 waits for the others.
 
-Each node describes itself to node 0. If it fits, and when all nodes have come, node 0 tells it where its links go: each
-rank of its last stage sends to a rank of another node. Then the node connects each of its ranks to node 0.
+Each node describes itself to node 0. If it fits, and when all nodes have come, node 0 tells it where the nodes before
+it listen. Then the node connects its ranks: each to node 0, and to the ranks of nodes before it with which it exchanges
+rows.
 """
 
 from __future__ import annotations
@@ -58,10 +59,9 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Welcome(msgspec.Struct, tag=True):
-    """The message of node 0 when all nodes have come. It says where the links of the node go."""
+    """The message of node 0 when all nodes have come: where the nodes between node 0 and this one listen."""
 
-    address: str
-    port: int
+    places: list[tuple[str, int]]
 
 
 class RankConnects(msgspec.Struct, tag=True):
@@ -69,11 +69,13 @@ class RankConnects(msgspec.Struct, tag=True):
 
     Attributes:
         use: over `orders`, node 0 tells the rank what to do. Over `adapters`, it lets the rank read adapters meanwhile.
-            Over `rows`, a link, the rank sends rows.
+            Over `rows`, a link, two ranks exchange rows.
+        to: the rank at the other end.
     """
 
     rank: int
     use: Use
+    to: int = 0
 
 
 class NodeLost(msgspec.Struct, tag=True):
@@ -137,18 +139,24 @@ class Joined:
     Attributes:
         homes: the connection to each other node. It ends with its node.
         ranks: the connection to each rank of another node.
-        links: the connection from each rank of another node that sends rows to a rank here.
+        links: the connections to ranks of other nodes that exchange rows with ranks here: {rank here: {other rank:
+            connection}}.
         adapters: another connection to each rank of another node, for adapters; empty: there are no adapters.
     """
 
     homes: dict[int, socket.socket] = field(default_factory=dict)
     ranks: dict[int, socket.socket] = field(default_factory=dict)
-    links: dict[int, socket.socket] = field(default_factory=dict)
+    links: dict[int, dict[int, socket.socket]] = field(default_factory=dict)
     adapters: dict[int, socket.socket] = field(default_factory=dict)
+
+    def linked(self) -> set[tuple[int, int]]:
+        """The pairs of a rank here and another rank that have a link."""
+        return {(rank, other) for rank, own in self.links.items() for other in own}
 
     def peers(self) -> list[socket.socket]:
         """All connections."""
-        return [*self.homes.values(), *self.ranks.values(), *self.links.values(), *self.adapters.values()]
+        links = (peer for own in self.links.values() for peer in own.values())
+        return [*self.homes.values(), *self.ranks.values(), *links, *self.adapters.values()]
 
 
 class Starting(Protocol):
@@ -271,15 +279,14 @@ def _connect(
 ) -> None:
     """Tell all nodes that everybody has come, and wait for the connections of their ranks."""
     grid, until = grid_of(config), time.monotonic() + MOST_WAIT_SECONDS
-    others, senders = set(range(grid.num_local, grid.size)), set(links_in(config, grid).values())
+    others, links = set(range(grid.num_local, grid.size)), links_in(config, grid)
     loading = others if config.enable_lora else set()
     try:
-        for node, home in joined.homes.items():
-            address, port = listener.getsockname()[:2]
-            if node > 1:
-                address, port = joined.homes[node - 1].getpeername()[0], ports[node - 1]
-            wire.send(home, encode(Welcome(address, port)))
-        while (set(joined.ranks), set(joined.links), set(joined.adapters)) != (others, senders, loading):
+        places = list[tuple[str, int]]()
+        for node, home in sorted(joined.homes.items()):
+            wire.send(home, encode(Welcome(places)))
+            places.append((home.getpeername()[0], ports[node]))
+        while (set(joined.ranks), joined.linked(), set(joined.adapters)) != (others, links, loading):
             take(listener, key, until, joined)
     except OSError as error:  # a time limit is an OSError too
         raise ConfigError(
@@ -293,7 +300,8 @@ def take(listener: socket.socket, key: bytes, until: float, joined: Joined) -> N
     """Wait for one connection of a rank. Raises TimeoutError."""
     peer = wire.accept(listener, key, until)
     if (message := _first_message(peer, RankConnects)) is not None:
-        uses = {"orders": joined.ranks, "adapters": joined.adapters, "rows": joined.links}
+        links = joined.links.setdefault(message.to, {}) if message.use == "rows" else {}
+        uses = {"orders": joined.ranks, "adapters": joined.adapters, "rows": links}
         uses[message.use][message.rank] = peer
 
 
@@ -311,13 +319,11 @@ def _first_message(peer: socket.socket, kind: type[T]) -> T | None:
         return None
 
 
-def links_out(config: EngineConfig, grid: Grid) -> dict[int, int]:
-    """For each rank of this node that sends rows to another node: the rank to which it sends."""
-    here = grid.ranks_of(config.node_rank)
-    return {rank: to for rank in here if (to := grid.behind(rank)) is not None and to not in here}
+def links_out(config: EngineConfig, grid: Grid) -> set[tuple[int, int]]:
+    """The links of ranks here with ranks of nodes before this one, to which this node connects: (rank, other rank)."""
+    return {(rank, other) for rank in grid.ranks_of(config.node_rank) for other in grid.far(rank) if other < rank}
 
 
-def links_in(config: EngineConfig, grid: Grid) -> dict[int, int]:
-    """For each rank of this node that receives rows from another node: the rank from which it receives."""
-    here = grid.ranks_of(config.node_rank)
-    return {rank: sender for rank in here if (sender := grid.before(rank)) is not None and sender not in here}
+def links_in(config: EngineConfig, grid: Grid) -> set[tuple[int, int]]:
+    """The links of ranks here with ranks of later nodes, which connect to this one: (rank, other rank)."""
+    return {(rank, other) for rank in grid.ranks_of(config.node_rank) for other in grid.far(rank) if other > rank}

@@ -24,7 +24,7 @@ from quire.distributed import wire
 from quire.distributed.group import Failing
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
-from quire.engine.nodes import Joined, NodeLost, Starting, decode, let_in, links_in
+from quire.engine.nodes import Joined, NodeLost, Starting, decode, let_in
 from quire.engine.rank_messages import (
     MOST_MESSAGE_BYTES,
     AddAdapter,
@@ -103,7 +103,9 @@ def start_ranks(
             param="headless",
         )
     if grid.num_nodes == 1 and config.distributed_executor_backend == "ray":
-        logger.warning("all ranks are on this machine, so Ray has nothing to start: it places stages on machines")
+        logger.warning(
+            "all ranks are on this machine, so Ray has nothing to start; --nnodes spreads them over machines"
+        )
     joined, starting, others = Joined(), None, list[Worker]()
     with ExitStack() as on_error:
         if grid.num_nodes > 1:
@@ -118,15 +120,14 @@ def start_ranks(
         with ExitStack() as given:  # it closes the descriptors that the processes have got
             memory = make_memory(grid)
             given.callback(os.close, memory)
-            links = {rank: {sender: joined.links[sender].fileno()} for rank, sender in links_in(config, grid).items()}
-            own = {sender: joined.links[sender].detach() for sender in links.pop(0, {})}
-            for peer in joined.links.values():
+            own = joined.links.pop(0, {})
+            for peer in (peer for links in joined.links.values() for peer in links.values()):
                 given.callback(peer.close)
             ranks = ranks_on(
                 memory,
                 0,
                 grid,
-                own,
+                {other: peer.detach() for other, peer in own.items()},
                 has_own_cores=has_own_cores(config, devices.num_cores()),
                 timeout_seconds=config.distributed_timeout_seconds,
             )
@@ -136,7 +137,7 @@ def start_ranks(
                 own_cpus = cpus[rank] if cpus else set[int]()
                 interpreter = interpreters.pop() if interpreters else RankInterpreter()
                 on_error.callback(interpreter.end)
-                own_links = links.get(rank, {})
+                own_links = {other: peer.fileno() for other, peer in joined.links.get(rank, {}).items()}
                 own_gpu = None if config.device == "cpu" else devices.gpu_of_rank(rank)
                 launch = RankLaunch(
                     config, model, drafter, rank, -1, memory, None, is_server, own_links, own_cpus, own_gpu

@@ -1,4 +1,4 @@
-"""`quire serve --headless`: a machine that computes some stages for machine 0, which serves.
+"""`quire serve --headless`: a machine that computes for machine 0, which serves.
 
 Ray starts it as `python -m quire.entry.node`, with an EngineConfig as one line of JSON on its standard input.
 """
@@ -39,7 +39,8 @@ def compute_for_node_0(config: EngineConfig) -> int:
         finally:
             display.close()
         check_cuts(model, config)
-        exit_code: int = load("quire.engine.node_process").run_node(config, folder, interpreters, model.drafter_folder)
+        run_node = load("quire.engine.node_process").run_node
+        exit_code: int = run_node(config, folder, model.drafter_folder, interpreters)
         return exit_code
 
 

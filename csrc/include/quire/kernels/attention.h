@@ -51,8 +51,9 @@ struct AttentionArgs {
 // turn fails, the call ends, and the owner of this object knows the reason.
 class Turns {
  public:
-  virtual float* begin() = 0;                // this rank's slot, in whole cache lines; nullptr: there is no turn
-  virtual bool end(uint64_t signature) = 0;  // waits until all ranks have filled their slots; false: they have not
+  virtual float* begin() = 0;  // this rank's slot, in whole cache lines; nullptr: there is no turn
+  // Waits until all ranks have filled their slots, this one with so many floats. False: they have not.
+  virtual bool end(uint64_t signature, int64_t floats) = 0;
   virtual const float* slot_of(int owner) const = 0;  // valid until the next turn begins
   virtual int64_t slot_floats() const = 0;
 

@@ -1,0 +1,66 @@
+"""Ranks of one stage on several machines give the tokens and logprobs of one rank, to the bit.
+
+Machines are threads here that have no memory in common; tests/engine/test_nodes.py has processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.kernels import cpu
+from quire.worker import expert_balancer, recorded_steps
+from tests.engine.harness import two_layers
+from tests.engine.ranks import started
+from tests.engine.test_sameness_ranks import FORMS, answers, expected_of_two_layers, of_ranks
+from tests.engine.test_sameness_ranks_families import LIMITS, VOCABULARY
+from tests.models.test_families import CASES, random_hf_model
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+
+@pytest.mark.parametrize(
+    ("form", "num_ranks", "num_stages", "num_nodes"),
+    [
+        *(("bfloat16", 4, 1, 2), ("float32", 2, 2, 4), ("int8", 3, 1, 3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("int4", 2, 1, 2), ("bfloat16", 4, 2, 4))),
+    ],
+)
+def test_tokens_and_logprobs(form: str, num_ranks: int, num_stages: int, num_nodes: int) -> None:
+    """With chunks of prompts and two batches in flight."""
+    asked: dict[str, Any] = {"max_num_batched_tokens": 17, "async_scheduling": num_stages == 1, **FORMS[form]}
+    found = of_ranks(num_ranks, two_layers(), num_stages=num_stages, nnodes=num_nodes, **asked)
+    assert found == expected_of_two_layers(form, cpu.isa())
+
+
+@pytest.mark.parametrize("more", [{"enable_batch_sharded_sampling": True}, {"max_num_batched_tokens": 512}])
+def test_steps_are_recorded(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if each rank samples some requests."""
+    recorded, record = list[bool](), recorded_steps.record
+
+    def watched(*arguments: Any) -> Any:
+        result, calls = record(*arguments)
+        recorded.append(calls is not None)
+        return result, calls
+
+    monkeypatch.setattr(recorded_steps, "record", watched)
+    assert of_ranks(2, two_layers(), nnodes=2, **more) == expected_of_two_layers("bfloat16", cpu.isa())
+    assert recorded, "no step was recorded"
+    assert all(recorded)
+
+
+def test_whole_experts_that_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From machine to machine, between steps."""
+    monkeypatch.setattr(expert_balancer, "BUDGET_BYTES", 1)
+    case = CASES["qwen2_moe"]
+    random_hf_model(replace(case, settings=case.settings | VOCABULARY)).save_pretrained(tmp_path)
+    moving = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": {"step_interval": 3}}
+    engine = started(3, tmp_path, nnodes=3, **LIMITS, **moving)
+    balancers = [worker.runner.balancer for worker in engine.executor.workers]  # type: ignore[attr-defined]
+    before = balancers[0].num_moved
+    assert answers(engine.core) == of_ranks(1, tmp_path, **LIMITS)
+    engine.core.shutdown()
+    assert balancers[0].num_moved > before
