@@ -15,7 +15,7 @@ from quire.sampling.batch_params import SamplingState
 from quire.sampling.following import FEWEST_OF_PARTS, SharedSampler
 from quire.sampling.sampler import SampledTokens, Sampler
 from quire.sampling_params import SamplingParams
-from tests.distributed.test_shared_memory import groups_of, together
+from tests.distributed.test_shared_memory import Make, together
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -59,11 +59,11 @@ def test_the_highest_of_all_tokens(num_ranks: int) -> None:
     expected = Sampler(state_of(*[SamplingParams(temperature=0.0)] * 9))(logits_RV, rows)
     assert set(expected.errors) == {5, 6, 7, 8}
     assert expected.token_ids[:5] == [0, 64, VOCAB - 1, 60, 0]
-    assert together(groups_of(num_ranks), sampled) == [expected] * num_ranks
+    assert together(Make(has_machines=False)(num_ranks), sampled) == [expected] * num_ranks
 
 
 def test_what_needs_the_logits_of_all_tokens() -> None:
-    group, share = groups_of(2)[0], Share(0, ((range(64), range(64, VOCAB)),), (VOCAB,))
+    group, share = Make(has_machines=False)(2)[0], Share(0, ((range(64), range(64, VOCAB)),), (VOCAB,))
     greedy, greedy_rows = SamplingParams(temperature=0.0), [0] * FEWEST_OF_PARTS
     for kind in (
         SamplingParams(temperature=1.0, seed=1),

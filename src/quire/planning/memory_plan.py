@@ -92,8 +92,8 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec, device: str) -> int:
     """Elements per token: the residual stream, its norm, and the tensors of a layer's part that live together."""
     widest = 0
     for part, norms in layer.parts:
-        if isinstance(part, Full):  # q, k and v, the heads' results, and the output
-            inner = part.qkv.out_features + part.output.in_features + model.hidden_size
+        if isinstance(part, Full):  # the heads' results, beside q, k and v, and then beside the output
+            inner = part.output.in_features + max(part.qkv.out_features, model.hidden_size)
         elif isinstance(part, Latent):  # queries and rows, also in the space of the latents; then the heads' results
             inner = part.input.out_features + (0 if part.query is None else part.query.out_features)
             inner += part.num_heads * (part.rank + part.rope_dim)
