@@ -183,7 +183,12 @@ class Sampler:
         Args: see `launch`.
         """
         token_ids_R = self.draw(logits_RV, rows, parameters, before)
-        return token_ids_R, logits_RV.gather(1, token_ids_R.clamp(min=0)[:, None])[:, 0]
+        if logits_RV.device.type != "cpu":
+            return token_ids_R, logits_RV.gather(1, token_ids_R.clamp(min=0)[:, None])[:, 0]
+        # numpy's calls touch less memory, which the weights of a step have driven out of the caches.
+        token_ids = token_ids_R.numpy()
+        chosen = logits_RV.numpy()[np.arange(len(token_ids)), np.maximum(token_ids, 0)]
+        return token_ids_R, torch.from_numpy(chosen)
 
     def draw(
         self, logits_RV: Tensor, rows: Sequence[int], parameters: Sequence[Tensor], before: Sequence[Sequence[int]] = ()
@@ -242,9 +247,10 @@ def highest_without_token(logits_RV: Tensor, token_ids_R: Tensor, chosen_R: Tens
 
 
 def _reasons(logits_RV: Tensor, token_ids_R: Tensor, chosen_R: Tensor) -> dict[int, str]:
-    """Why rows have no valid token, by row."""
+    """Why rows have no valid token, by row. On the host."""
     found = {}
-    for index in torch.nonzero((token_ids_R < 0) | ~chosen_R.isfinite()).flatten().tolist():
+    failed_R = ~np.isfinite(chosen_R.numpy()) | (token_ids_R.numpy() < 0)
+    for index in np.flatnonzero(failed_R).tolist() if failed_R.any() else ():
         logits_V = logits_RV[index]
         if bool(logits_V.isnan().any()):
             found[index] = NOT_NUMBERS

@@ -402,10 +402,11 @@ class InputBatch:
         """
         at_N = step.expecting()
         rows_N, positions_N = step.rows_S[at_N], step.starts_S[at_N] + step.lens_S[at_N]
-        occupants_N = np.where(positions_N < self.num_tokens[rows_N], NOBODY, self._occupant_C[rows_N])
-        is_new_N = occupants_N != NOBODY
-        new_rows = rows_N[is_new_N]
-        self.token_ids[new_rows, positions_N[is_new_N]] = -1 - new_rows
+        occupants_N, new_rows, new_positions = self._occupant_C[rows_N], rows_N, positions_N
+        if (is_known_N := positions_N < self.num_tokens[rows_N]).any():
+            occupants_N[is_known_N] = NOBODY
+            new_rows, new_positions = rows_N[~is_known_N], positions_N[~is_known_N]
+        self.token_ids[new_rows, new_positions] = -1 - new_rows
         self.num_tokens[new_rows] += 1
         self.sampling.count_tokens(new_rows)
         verifying = []
