@@ -1,5 +1,6 @@
 #include "quire/shared_group.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -126,6 +127,12 @@ char* map(int fd, int64_t num_bytes) {
   return static_cast<char*>(memory);
 }
 
+#ifdef MSG_NOSIGNAL
+constexpr int kSendFlags = MSG_DONTWAIT | MSG_NOSIGNAL;
+#else
+constexpr int kSendFlags = MSG_DONTWAIT;  // Python ignores SIGPIPE
+#endif
+
 // False: the connection has ended.
 bool receive(int socket, void* to, int64_t bytes) {
   for (char* at = static_cast<char*>(to); bytes > 0;) {
@@ -180,14 +187,24 @@ SharedGroup::SharedGroup(int fd, int64_t begin, std::vector<int> members, int ra
       timeout_seconds_(timeout_seconds),
       num_local_(size_ / (static_cast<int>(peers.size()) + 1)) {
   memory_ = map(fd, begin_ + num_bytes(size_, slot_bytes));
-  for (const auto& [other, socket] : peers) {
-    const int own = dup(socket);
-    peers_.push_back({other, own, std::thread([this, other, own] { listen(other, own); })});
+  try {
+    for (const auto& [other, socket] : peers) {
+      const int own = fcntl(socket, F_DUPFD_CLOEXEC, 0);
+      if (own < 0) throw std::system_error(errno, std::generic_category(), "a connection of the ranks");
+      peers_.push_back({other, own, {}});
+      peers_.back().listener = std::thread([this, other = other, own] { listen(other, own); });
+    }
+  } catch (...) {
+    free_all();
+    throw;
   }
 }
 
-SharedGroup::~SharedGroup() {
+SharedGroup::~SharedGroup() { free_all(); }
+
+void SharedGroup::free_all() {
   close();
+  for (const Peer& peer : peers_) ::close(peer.socket);
   munmap(memory_, begin_ + num_bytes(size_, slot_bytes_));
 }
 
@@ -195,10 +212,8 @@ void SharedGroup::close() {
   is_closing_ = true;
   for (Peer& peer : peers_) {
     shutdown(peer.socket, SHUT_RDWR);
-    peer.listener.join();
-    ::close(peer.socket);
+    if (peer.listener.joinable()) peer.listener.join();
   }
-  peers_.clear();
 }
 
 RankWords& SharedGroup::words(int rank) const { return reinterpret_cast<RankWords*>(memory_ + begin_)[rank]; }
@@ -235,12 +250,13 @@ void SharedGroup::tell(const Note& note, int reader) {
 // A connection that ends is the failure of the rank at its other end.
 void SharedGroup::send(const Peer& peer, const Note& note) {
   const auto start = Clock::now();
+  std::atomic<int32_t>& awaited = where(memory_, members_[rank_]).awaited;
   iovec parts[2] = {{const_cast<Note*>(&note), sizeof note}, {slot(rank_, turn_), static_cast<size_t>(note.bytes)}};
   msghdr message{};
   message.msg_iov = parts;
   message.msg_iovlen = 2;
   while (parts[0].iov_len + parts[1].iov_len > 0) {
-    const ssize_t count = sendmsg(peer.socket, &message, MSG_DONTWAIT);  // Python ignores SIGPIPE
+    const ssize_t count = sendmsg(peer.socket, &message, kSendFlags);
     if (count >= 0) {
       size_t rest = static_cast<size_t>(count);
       for (iovec& part : parts) {
@@ -252,7 +268,9 @@ void SharedGroup::send(const Peer& peer, const Note& note) {
       if (aborted() >= 0) check();
       if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) give_up(peer.rank);
       pollfd writable{peer.socket, POLLOUT, 0};
+      awaited.store(members_[peer.rank] + 1, std::memory_order_relaxed);
       poll(&writable, 1, kNap / std::chrono::milliseconds(1));
+      awaited.store(0, std::memory_order_relaxed);
     } else if (errno != EINTR) {
       abort(members_[peer.rank]);
       check();

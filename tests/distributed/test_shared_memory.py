@@ -38,11 +38,11 @@ class Make:
     """
 
     def __init__(self, has_machines: bool) -> None:
-        self._has_machines = has_machines
+        self.has_machines = has_machines
         self.ranks = list[Ranks]()
 
     def __call__(self, size: int, timeout_seconds: float = 60.0) -> list[SharedMemoryGroup]:
-        num_nodes = (2 if size == 4 else size) if self._has_machines else 1
+        num_nodes = (2 if size == 4 else size) if self.has_machines else 1
         self.ranks = ranks_of(Grid(width=size, num_nodes=num_nodes), timeout_seconds)
         groups = [each.group for each in self.ranks]
         assert all(isinstance(group, SharedMemoryGroup) for group in groups)
@@ -274,6 +274,7 @@ def test_a_rank_that_fails_is_not_waited_for(groups_of: Make, waits: float) -> N
 @pytest.mark.parametrize("waits", [0.0, 0.3])
 def test_a_step_that_one_rank_leaves(groups_of: Make, waits: float) -> None:
     """Before its first turn, in the middle, and behind its last one, which the others need not learn. All go on."""
+    have_ended = threading.Barrier(4 if groups_of.has_machines else 1)  # notes of two ranks may come in any order
 
     def run(group: SharedMemoryGroup) -> list[Any]:
         found: list[Any] = []
@@ -286,6 +287,7 @@ def test_a_step_that_one_rank_leaves(groups_of: Make, waits: float) -> None:
                         raise OSError
                     found.append(group.gather(torch.tensor([[step + turn]]), (1, 1, 1, 1)).tolist())
                 if group.rank == 1 and step == 4:
+                    have_ended.wait()
                     raise OSError
             except (OSError, StepVoid):
                 group.leave_step()
@@ -293,6 +295,8 @@ def test_a_step_that_one_rank_leaves(groups_of: Make, waits: float) -> None:
                 found.append(step)
             else:
                 group.end_step()
+                if step == 4 and groups_of.has_machines:
+                    have_ended.wait()
         return found
 
     whole = [[[[step + turn] * 4] for turn in range(4)] for step in range(6)]

@@ -357,4 +357,5 @@ def run_ahead(replace: Callable[[object, str, object], None]) -> None:
     replace(ModelRunner, "submit", submit_ahead)
     replace(ModelRunner, "_finish_oldest", finish_at_once)
     replace(cpu, "_C", _QueuedExtension(cpu._C))
+    replace(sampler, "_logits_on_host", sampler.logits_of_tokens)  # numpy would read before the device has computed
     replace(sampler, "_reasons", lambda *tensors: {})  # a GPU is not waited for, to say why there is no token

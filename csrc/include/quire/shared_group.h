@@ -110,6 +110,7 @@ class SharedGroup {
     std::thread listener;
   };
 
+  void free_all();
   void arrive(uint64_t signature, int64_t bytes, int reader);
   void tell(const Note& note, int reader);
   void send(const Peer& peer, const Note& note);

@@ -78,6 +78,8 @@ def ranks_on(
     """
     with ExitStack() as on_error:
         peers = {other: on_error.enter_context(socket.socket(fileno=descriptor)) for other, descriptor in links.items()}
+        for peer in peers.values():
+            peer.settimeout(None)  # a program may have set a default, and then threads of the group would not wait
         if not extension.is_used():
             raise ConfigError(
                 "A model that ranks share needs the compiled kernels, which are not used",

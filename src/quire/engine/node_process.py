@@ -73,7 +73,7 @@ def connect_node(
     """
     key, grid = wire.cluster_key(), grid_of(config)
     until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
-    place = (config.master_addr, config.master_port)
+    name, place = "Node 0", (config.master_addr, config.master_port)
     logger.info("node %d connects to node 0 at %s, port %d", config.node_rank, *place)
     try:
         home = opened.enter_context(wire.connect(*place, key, until))
@@ -89,14 +89,19 @@ def connect_node(
         until, places = time.monotonic() + nodes.MOST_WAIT_SECONDS, [place, *message.places]
 
         def connect(rank: int, use: Use, to: int = 0) -> socket.socket:
-            peer = opened.enter_context(wire.connect(*places[grid.node(to)], key, until))
+            nonlocal place, name
+            name, place = f"Node {grid.node(to)}", places[grid.node(to)]
+            peer = opened.enter_context(wire.connect(*place, key, until))
             wire.send(peer, nodes.encode(RankConnects(rank, use, to)))
             return peer
 
         out = {(rank, to): connect(rank, "rows", to) for rank, to in sorted(nodes.links_out(config, grid))}
         arrived, expected = Joined(), nodes.links_in(config, grid)
-        while arrived.linked() != expected:
+        while missing := expected - arrived.linked():
+            _, other = min(missing)
+            name, place = f"The connection of node {grid.node(other)}", listener.getsockname()[:2]
             nodes.take(listener, key, until, arrived)
+        listener.close()
         for peer in arrived.peers():
             opened.enter_context(peer)
         here = grid.ranks_of(config.node_rank)
@@ -104,9 +109,10 @@ def connect_node(
         adapters = {rank: connect(rank, "adapters") for rank in here} if config.enable_lora else {}
     except (TimeoutError, wire.WireError, OSError) as error:
         raise ConfigError(
-            f"Node 0 is not reached: {error}",
+            f"{name} is not there: {error}",
             value=f"{place[0]}, port {place[1]}",
-            fix=f"Check that it was started, --master-addr and --master-port, and {envs.CLUSTER_KEY.name} on both",
+            fix="Check that the node was started, that no firewall closes this port, --master-addr and --master-port, "
+            f"and {envs.CLUSTER_KEY.name} on both",
             param="master_addr",
         ) from error
     links = {rank: arrived.links.get(rank, {}) for rank in controls}

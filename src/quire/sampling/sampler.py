@@ -183,12 +183,8 @@ class Sampler:
         Args: see `launch`.
         """
         token_ids_R = self.draw(logits_RV, rows, parameters, before)
-        if logits_RV.device.type != "cpu":
-            return token_ids_R, logits_RV.gather(1, token_ids_R.clamp(min=0)[:, None])[:, 0]
-        # numpy's calls touch less memory, which the weights of a step have driven out of the caches.
-        token_ids = token_ids_R.numpy()
-        chosen = logits_RV.numpy()[np.arange(len(token_ids)), np.maximum(token_ids, 0)]
-        return token_ids_R, torch.from_numpy(chosen)
+        logits_of = _logits_on_host if logits_RV.device.type == "cpu" else logits_of_tokens
+        return token_ids_R, logits_of(logits_RV, token_ids_R)
 
     def draw(
         self, logits_RV: Tensor, rows: Sequence[int], parameters: Sequence[Tensor], before: Sequence[Sequence[int]] = ()
@@ -244,6 +240,17 @@ class Sampler:
 def highest_without_token(logits_RV: Tensor, token_ids_R: Tensor, chosen_R: Tensor) -> Tensor:
     """The logits of the chosen tokens. For a row without a token (-1), it is the highest logit: -inf or NaN."""
     return torch.where(token_ids_R < 0, logits_RV.amax(1), chosen_R)
+
+
+def logits_of_tokens(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
+    """The logit of each row's token, [R]. For -1 it is that of token 0."""
+    return logits_RV.gather(1, token_ids_R.clamp(min=0)[:, None])[:, 0]
+
+
+def _logits_on_host(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
+    """The same. numpy's calls touch less memory, which the weights of a step have driven out of the caches."""
+    token_ids = token_ids_R.numpy()
+    return torch.from_numpy(logits_RV.numpy()[np.arange(len(token_ids)), np.maximum(token_ids, 0)])
 
 
 def _reasons(logits_RV: Tensor, token_ids_R: Tensor, chosen_R: Tensor) -> dict[int, str]:

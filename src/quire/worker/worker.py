@@ -189,7 +189,8 @@ class DeviceWorker:
                 self.runner.balancer.begin_step()
             pending = self._launch(batch)
         is_committed = ranks.is_committed
-        ranks.end_step()
+        with self._as_rank("the end of a step"):
+            ranks.end_step()
         return _StepOfRank(pending, ranks, start, ranks.waited_seconds - waited, is_committed=is_committed)
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
