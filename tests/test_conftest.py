@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import WAITING
 
@@ -42,3 +45,11 @@ def test_its_own_folder_goes_with_it() -> None:
 
 def test_files_that_wait_are_there() -> None:
     assert not [name for name in WAITING if not (ROOT / name).exists()]
+
+
+def test_records_of_our_loggers_are_caught(caplog: pytest.LogCaptureFixture) -> None:
+    """See root_logs.py: it would fail here if pytest caught records in another way."""
+    logging.getLogger("quire.worker.anything").warning("a warning")
+    with caplog.at_level(logging.DEBUG):
+        logging.getLogger("quire.worker.anything").debug("a detail")
+    assert [record.message for record in caplog.records][:1] == ["a warning"]

@@ -200,8 +200,8 @@ class DrafterSettings:
 
     @property
     def positions_kept(self) -> int:
-        """The hidden states that are kept of each request for a head: at least those of one step's positions."""
-        return max(self.max_drafts + 1, LEAST_KEPT)
+        """The hidden states that are kept of each request for a head: at least of a step's positions and one before."""
+        return max(self.max_drafts + 2, LEAST_KEPT)
 
     def hidden_bytes(self, target: ModelConfig, max_num_seqs: int, max_tokens: int) -> int:
         """The bytes of the hidden states that are kept for a head: twice for the largest step, and for its rows.

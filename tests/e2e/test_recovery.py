@@ -282,6 +282,7 @@ def test_answers_that_are_given_whole_survive(server: SabotagedServe) -> None:
                 server.order("hang")
             server.wait_until_acting()
             time.sleep(0.1)  # for messages on their way, like the next round of the beams
+            assert not all(answer.done() for answer in answers), "all answers had ended before"
             server.engine.kill()
             assert [answer.result(60) for answer in answers] == expected
         after = server.counts()

@@ -99,9 +99,7 @@ def test_drafts_and_tokens(
     method: str, width: int, partition: str, mimo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter drafts what it drafts beside the whole model, so what it reads of other stages has arrived."""
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
     num_stages, folder = partition.count(",") + 1, mimo if method == "mtp" else None
-    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION")
     wanted, of_whole = drafts_of_one(method, folder)
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
     engine = engine_with(method, folder, width=width, num_stages=num_stages)
@@ -168,14 +166,23 @@ def test_a_drafter_that_knows_the_answers(width: int, num_stages: int, right: fl
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_hits_and_preemption(method: str) -> None:
-    engine = engine_with(method, num_stages=2)
+    engine, preempted, held, hits = engine_with(method, num_stages=2), list[int](), list[int](), list[int]()
 
     def preempt(core: EngineCore, step: int) -> None:
         while step in (5, 9) and core.scheduler.num_running:
             core.scheduler.preempt_last()
+            preempted.append(step)
+
+    def note(core: EngineCore, step: int) -> None:
+        if core.last_record is not None:
+            held.append(core.last_record.num_accepted_tokens)
+            hits.append(core.last_record.prefix_cache_hits)
 
     assert run(engine.core, brief(), before_step=preempt) == of_one()
-    assert run(engine.core, brief()[::-1], prefix="again") == of_one()[::-1]
+    assert run(engine.core, brief()[::-1], prefix="again", before_step=note) == of_one()[::-1]
+    assert len(preempted) > 2
+    assert sum(hits) > 0
+    assert sum(held) > 10 or method == "mtp"
     engine.core.shutdown()
 
 

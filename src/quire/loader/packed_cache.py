@@ -69,11 +69,14 @@ class PackedCache:
         form = f"{dtype} {quantization}"
         if (share := config.vocab_share) is not None:
             form += f" rank {share.rank} of {len(share.rows[0])}"
+        own = None
         if (stage := config.stage) is not None:
-            form += f" stage {stage.index} of {stage.num_stages}{' with a head' if stage.streams else ''}"
+            own = dataclasses.replace(stage, streams=())  # no weight depends on what a head reads
+            form += f" stage {stage.index} of {stage.num_stages}"
+            form += " with embeddings" if stage.is_last and stage.has_embeddings else ""
         self._key = {
             "files": [file_identity(path) for path in files],
-            "config": digest(repr(dataclasses.replace(config, max_model_len=0))),
+            "config": digest(repr(dataclasses.replace(config, max_model_len=0, stage=own))),
             "form": form,
             "code": code_identity(extension.C.__file__),
         }

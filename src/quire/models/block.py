@@ -97,7 +97,7 @@ class Sublayer:
         return self.next_norm.add(y_TD, residual_TD, self._multiplier)
 
     def write(self, x_TD: Rows, batch: ForwardBatch) -> None:
-        """Write the keys and values of attention, and compute nothing else."""
+        """Write the keys and values of attention. Nothing attends to them, and the residual stream does not change."""
         assert isinstance(self._mixer, SelfAttention), "only attention with keys and values of its own writes them"
         self._mixer.write(x_TD, batch)
 

@@ -200,6 +200,12 @@ class Decoder:
         """Assert that no weight is missing. Every layer has packed its weights already."""
         assert not self._weights.missing(), f"finalize before load_weights: {self._weights.missing()[:3]}"
 
+    @property
+    def computes_with_torch(self) -> bool:
+        """Whether large operations of a pass on a CPU are torch's: sums without a norm, or factors of logits."""
+        is_scaled = self.config.logits_scaling != 1.0 or bool(self.config.logits_soft_cap)
+        return is_scaled or any(sublayer.next_norm is None for sublayer in self._sublayers)
+
     def weight_bytes(self) -> int:
         """Bytes of the loaded weights. They include the padding of packed forms, and not the rotary tables."""
         return sum(part.weight_bytes() for _, part in self._parts)

@@ -79,10 +79,10 @@ class Head(Decoder):
     def read(self, batch: ForwardBatch) -> None:
         """Write the keys and values of the positions of a batch, and compute no hidden states of the next positions.
 
-        In the last layer only its keys and values are computed. That is all that later passes need. A head has one
-        layer as a rule. Then this leaves out most of its work: attention and everything behind it.
+        That is all that later passes need. In the last layer q, k and v are projected, and attention and everything
+        behind it are left out. A head has one layer as a rule, and then this is most of its work.
         """
-        if batch.host is not None:
+        if batch.host is not None and len(self._layers) > 1:
             self.prepare(batch.host, batch.caches)
         given, residual_TD = self._begin(self.embed_step(batch), batch)
         last = self._layers[-1]

@@ -286,7 +286,7 @@ class Scheduler:
             num_drafts_left = 0  # the worker would draft during the step in flight, and change that step's time
 
         prompts: list[Request] = []
-        num_answers_left = self._num_answers_of_batch()
+        num_answers_left = self._num_answers_of_batch(num_drafts_left)
         for request in self._running:  # preemption removes requests from the end of this list, so the loop ends early
             count = self._num_schedulable(request)
             if count > request.num_forced_tokens + 1:
@@ -559,12 +559,17 @@ class Scheduler:
         """Whether the newest batch in flight samples tokens."""
         return bool(self._in_flight) and any(next(reversed(self._in_flight.values())).batch.num_logits)
 
-    def _num_answers_of_batch(self) -> int:
+    def _num_answers_of_batch(self, num_drafts: int) -> int:
         """The most decodes of one batch. With several stages, each batch gets an equal part of all decodes.
 
-        If drafts pay, no batch is made before the tokens of the last one are known, so this batch gets all.
+        If drafts pay, no batch is made before the tokens of the last one are known, so this batch gets all. So does one
+        in which a worker tries drafts, because no other batch is in flight then.
+
+        Args:
+            num_drafts: the most drafts of the batch.
         """
-        if self.num_stages == 1 or self.speculation.waits:
+        tries = num_drafts > 0 and self.speculation.drafter_time is not None
+        if self.num_stages == 1 or self.speculation.waits or tries:
             return len(self._running)
         num_answers = sum(request.num_computed_tokens >= len(request.prompt_token_ids) for request in self._running)
         return max(-(-num_answers // self.num_stages), 1)

@@ -27,7 +27,7 @@ class ForwardPass:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
         before: the link from the pipeline stage before, which gives the residual stream; None: this is the first stage.
         behind: the link to the next pipeline stage, which takes the residual stream; None: this is the last stage.
-        streams: go with the residual stream, for a head in the last stage; None: there is none, or no stages.
+        streams: go from stage to stage with the residual stream, for a head in the last one; None: there is no head.
     """
 
     def __init__(

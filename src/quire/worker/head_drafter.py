@@ -114,8 +114,8 @@ class HeadDrafter:
         inputs, rows_S, starts_S, ends_S = self._inputs, step.rows_S, step.starts_S, step.starts_S + step.lens_S
         # A position can be computed if its next token is known, and is no unverified draft.
         known_S = np.minimum(np.minimum(ends_S, inputs.num_tokens[rows_S]) - 1, self._max_length)
-        behind_S = np.minimum(starts_S, known_S)
-        behind_S -= inputs.token_ids[rows_S, behind_S] < 0  # sampled, and not known on the host
+        # Some ranks learn a sampled token before others, and all must read the same positions: so the one before waits.
+        behind_S = np.minimum(starts_S, known_S) - (known_S <= starts_S)
         self._read(rows_S, behind_S)
         long_S = np.flatnonzero((ends_S - self._num_computed_C[rows_S] > self._num_kept) & (known_S > starts_S))
         if len(long_S):

@@ -130,7 +130,7 @@ class DeviceWorker:
         with self._as_rank("reading the drafter's weights"):
             self.drafter = self._load_drafter(model, settings)
         self.place = OnHost(self._ranks) if accelerator is None else OnGpu(accelerator, self._ranks)
-        if not is_on_gpu and isinstance(model, Decoder) and cpu.available():
+        if not is_on_gpu and isinstance(model, Decoder) and cpu.available() and not model.computes_with_torch:
             # A thread that has computed for torch spins, and so it takes a core from the kernels of the next layers.
             torch.set_num_threads(1)
         name = form.quantization or form.dtype
