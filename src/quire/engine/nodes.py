@@ -134,7 +134,7 @@ def misfit(own: Hello, other: Hello) -> str | None:
 
 @dataclass(frozen=True)
 class Joined:
-    """The connections of node 0.
+    """The connections that a node has taken.
 
     Attributes:
         homes: the connection to each other node. It ends with its node.
