@@ -234,19 +234,21 @@ def machines(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     with socket.create_server(("127.0.0.2", 0)) as taken:
         place = {"master_addr": "127.0.0.2", "master_port": taken.getsockname()[1]}
     engines = {"one": [sizes], "two": [sizes | place | {"nnodes": 2}]}
-    rounds = in_turns(engines, [(rows, 0.0) for rows in arguments.rows], arguments)
-    lines = report.table_head("rows | one machine, ms | two machines, ms | tokens of two over one")
-    for (rows, _), each in rounds.items():
-        cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in each.values()]
-        lines.append(f"| {rows} | {' | '.join(cells)} | {ratio(each['one'], each['two'])} |")
-    return {"rounds": {rows: each for (rows, _), each in rounds.items()}}, lines
+    return _one_and_two(engines, "machine", arguments)
 
 
 def replicas(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure `replicas`: the median step of each round. Each of two engines with one thread has half of the rows."""
     engines = {"one": [{"num_threads": 2}], "two": [{"num_threads": 1}] * 2}
+    return _one_and_two(engines, "engine", arguments)
+
+
+def _one_and_two(
+    engines: dict[str, list[dict[str, Any]]], kind: str, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], list[str]]:
+    """Measure the engines `one` and `two` in turns. `kind`: of what there are one and two."""
     rounds = in_turns(engines, [(rows, 0.0) for rows in arguments.rows], arguments)
-    lines = report.table_head("rows | one engine, ms | two engines, ms | tokens of two over one")
+    lines = report.table_head(f"rows | one {kind}, ms | two {kind}s, ms | tokens of two over one")
     for (rows, _), each in rounds.items():
         cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in each.values()]
         lines.append(f"| {rows} | {' | '.join(cells)} | {ratio(each['one'], each['two'])} |")

@@ -15,6 +15,7 @@ from quire.life_cycle import Worker
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning.cut_stages import grid_of, part_of_rank
+from quire.worker import recorded_steps
 from quire.worker.worker import DeviceWorker
 from tests.distributed.machines import ranks_of
 
@@ -72,3 +73,16 @@ def started(
     return start_engine(
         config, folder, is_server=True, progress=ignore, make_workers=make, drafter_folder=drafter_folder
     )
+
+
+def watch_recordings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step that is recorded from now on, whether it could be."""
+    recorded, record = list[bool](), recorded_steps.record
+
+    def watched(*arguments: Any) -> Any:
+        result, calls = record(*arguments)
+        recorded.append(calls is not None)
+        return result, calls
+
+    monkeypatch.setattr(recorded_steps, "record", watched)
+    return recorded

@@ -22,11 +22,10 @@ from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
-from quire.worker import recorded_steps
 from quire.worker.worker import DeviceWorker
 from tests.covering import covering
 from tests.engine.harness import EOS
-from tests.engine.ranks import ignore, started
+from tests.engine.ranks import ignore, started, watch_recordings
 from tests.models.test_families import CASES, Case, random_hf_model
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -234,14 +233,7 @@ def test_a_rank_writes_to_its_own_pages_alone(folder_of: Callable[[str], Path]) 
 
 
 def test_decode_steps_are_recorded(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded, record = list[bool](), recorded_steps.record
-
-    def watched(*arguments: Any) -> Any:
-        result, calls = record(*arguments)
-        recorded.append(calls is not None)
-        return result, calls
-
-    monkeypatch.setattr(recorded_steps, "record", watched)
+    recorded = watch_recordings(monkeypatch)
     of(2, folder_of("latent"), decode_context_parallel_size=2)
     assert recorded, "no step was recorded"
     assert all(recorded)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from quire.kernels import cpu
-from quire.worker import expert_balancer, recorded_steps
+from quire.worker import expert_balancer
 from tests.engine.harness import two_layers
-from tests.engine.ranks import started
+from tests.engine.ranks import started, watch_recordings
 from tests.engine.test_sameness_ranks import FORMS, answers, expected_of_two_layers, of_ranks
 from tests.engine.test_sameness_ranks_families import LIMITS, VOCABULARY
 from tests.models.test_families import CASES, random_hf_model
@@ -39,14 +39,7 @@ def test_tokens_and_logprobs(form: str, num_ranks: int, num_stages: int, num_nod
 @pytest.mark.parametrize("more", [{"enable_batch_sharded_sampling": True}, {"max_num_batched_tokens": 512}])
 def test_steps_are_recorded(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if each rank samples some requests."""
-    recorded, record = list[bool](), recorded_steps.record
-
-    def watched(*arguments: Any) -> Any:
-        result, calls = record(*arguments)
-        recorded.append(calls is not None)
-        return result, calls
-
-    monkeypatch.setattr(recorded_steps, "record", watched)
+    recorded = watch_recordings(monkeypatch)
     assert of_ranks(2, two_layers(), nnodes=2, **more) == expected_of_two_layers("bfloat16", cpu.isa())
     assert recorded, "no step was recorded"
     assert all(recorded)
