@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_RANKS = 64  # of a group: kMaxRanks of csrc/include/quire/shared_group.h
+MOST_LINKS = MOST_RANKS + 1  # of a rank with other machines: one for each in its stage, and one for each neighbour
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from quire import envs
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.distributed.group import Failing
-from quire.distributed.layout import MOST_RANKS, Grid
+from quire.distributed.layout import MOST_LINKS, Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.node_process import connect_node
 from quire.engine.nodes import let_in
@@ -49,7 +49,7 @@ from quire.schedule import Pending, Polled, ScheduledBatch, StepResult, StepToke
 from quire.worker.worker import DeviceWorker
 
 MOST_RESULT_BYTES, MOST_MEETING_BYTES = 1 << 30, 1024
-MOST_DESCRIPTORS = MOST_RANKS + 3  # of a rank: its memory, a connection to the first rank, and its links
+MOST_DESCRIPTORS = MOST_LINKS + 2  # of a rank: its memory, a connection to the first rank, and its links
 _RANK, _CREDENTIALS = struct.Struct("i"), struct.Struct("3i")
 _digested: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 

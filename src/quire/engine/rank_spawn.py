@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from quire import envs
-from quire.distributed.layout import MOST_RANKS
+from quire.distributed.layout import MOST_LINKS
 from quire.engine.rank_messages import RankLaunch, decode_to_rank, encode
 
 PROGRAM = ("-m", "quire.engine.rank_process")  # arguments of the interpreter
-MOST_DESCRIPTORS = MOST_RANKS + 5  # of one start: a connection, memory, adapters, links, and one for each neighbour
+MOST_DESCRIPTORS = MOST_LINKS + 3  # of one start: a connection, memory, a connection for adapters, and links
 _PIECE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -38,7 +38,6 @@ class RankShare:
 
     Args:
         grid: the grid of all ranks.
-        node: the number of their machine.
         layers: the layers of the stage.
         num_experts: the number of whole experts of a layer; 0: it has rows of all experts, or there are no experts.
         has_drafter: whether it has the model that drafts, or a part of it. Then sizes include it.
@@ -46,12 +45,15 @@ class RankShare:
 
     grid: Grid
     ranks: range
-    node: int
     layers: range
     num_experts: int
     has_drafter: bool
     weight_bytes: int
     kv_bytes_per_token: int
+
+    @property
+    def node(self) -> int:
+        return self.grid.node(self.ranks[0])
 
     @property
     def stage(self) -> int:
@@ -93,17 +95,17 @@ def rank_shares(model: ModelConfig, engine: EngineConfig, resolved: Resolved) ->
     grid, form = grid_of(engine), resolved.model
     kv = kv_format(form.kv_cache_dtype, form.dtype)
 
-    def share(rank: int) -> tuple[int, range, int, bool, int, int]:
+    def share(rank: int) -> tuple[int, tuple[range, int, bool, int, int]]:
         part = part_of_rank(model, engine, rank)
         layers = range(model.num_layers) if part.stage is None else part.stage.layers
         experts = (each.num_experts for each in part.experts() if each.placement is not None)
         kv_bytes = part.kv_bytes_per_token(kv) // engine.decode_context_parallel_size
         kv_bytes += 0 if resolved.drafter is None else resolved.drafter.kv_bytes_per_token(part)
         weight_bytes, has_drafter = planned_weight_bytes(resolved, part), part.drafter is not None
-        return grid.node(rank), layers, next(experts, 0), has_drafter, weight_bytes, kv_bytes
+        return grid.node(rank), (layers, next(experts, 0), has_drafter, weight_bytes, kv_bytes)
 
     found = []
-    for held, ranks in groupby(range(grid.size), share):
+    for (_, held), ranks in groupby(range(grid.size), share):
         first, *others = ranks
         found.append(RankShare(grid, range(first, first + len(others) + 1), *held))
     return tuple(found)

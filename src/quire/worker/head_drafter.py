@@ -119,7 +119,9 @@ class HeadDrafter:
         self._read(rows_S, behind_S)
         long_S = np.flatnonzero((ends_S - self._num_computed_C[rows_S] > self._num_kept) & (known_S > starts_S))
         if len(long_S):
-            self._read_step(rows_S[long_S], starts_S[long_S], known_S[long_S], firsts_S[long_S])
+            long = _without_logits(rows_S[long_S], starts_S[long_S], known_S[long_S] - starts_S[long_S])
+            given_TD = self._head.hidden_of(self._picked(_ranges(firsts_S[long_S], long.lens_S)))
+            self._read_positions(long, given_TD)
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
         """See Drafter. There is one pass of the head per place."""
@@ -162,21 +164,6 @@ class HeadDrafter:
             rows_R, lens_R = rows_S[is_read_S], lens_S[is_read_S]
             step = _without_logits(rows_R, self._num_computed_C[rows_R], lens_R)
             self._read_positions(step, self._kept(step))
-
-    def _read_step(
-        self,
-        rows_R: NDArray[np.int64],
-        starts_R: NDArray[np.int64],
-        ends_R: NDArray[np.int64],
-        firsts_R: NDArray[np.int64],
-    ) -> None:
-        """Compute these positions from the hidden states of the target's step.
-
-        Args:
-            firsts_R: the index in the target's step of each row's position `starts_R`.
-        """
-        step = _without_logits(rows_R, starts_R, ends_R - starts_R)
-        self._read_positions(step, self._head.hidden_of(self._picked(_ranges(firsts_R, step.lens_S))))
 
     def _read_positions(self, step: StepRows, hidden_TD: Tensor) -> None:
         """Compute the keys and values of a step.
