@@ -249,8 +249,7 @@ class Decoder:
 
     def run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
         """Run all layers and, on the last stage, the final norm. The layers change the residual stream in place."""
-        given = first_input(self._sublayers[0].input_norm, residual_TD)
-        x_TD = run_parts(given, self._parts_of_pass, residual_TD, batch)
+        x_TD = _run(self._sublayers[0].input_norm, self._parts_of_pass, residual_TD, batch)
         assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD if self.config.has_output else residual_TD
 
@@ -314,8 +313,7 @@ class Decoder:
 
         Only the weights of this layer must be loaded: the result of the next layer's norm is not used.
         """
-        parts = self._layers[layer]
-        run_parts(first_input(parts[0].input_norm, residual_TD), parts, residual_TD, batch)
+        _run(self._layers[layer][0].input_norm, self._layers[layer], residual_TD, batch)
 
     def keep_logits_memory(self) -> None:
         """See OutputProjection.keep_memory."""
@@ -375,13 +373,8 @@ class Decoder:
         return group.gather_to_first(logits_RV, share.widths(0), joined_RV)
 
 
-def first_input(first_norm: RMSNorm | None, residual_TD: Tensor) -> Rows:
-    """The input of the first part of a pass, from the residual stream before it."""
-    return residual_TD if first_norm is None else first_norm.feed(residual_TD)
-
-
-def run_parts(x_TD: Rows, parts: Sequence[_PartOfPass], residual_TD: Tensor, batch: ForwardBatch) -> Rows:
-    """Run parts of a pass, which change the residual stream. Returns the input of the part behind them."""
+def _run(first_norm: RMSNorm | None, parts: Sequence[_PartOfPass], residual_TD: Tensor, batch: ForwardBatch) -> Rows:
+    x_TD: Rows = residual_TD if first_norm is None else first_norm.feed(residual_TD)
     for part in parts:
         x_TD = part(x_TD, residual_TD, batch)
     return x_TD

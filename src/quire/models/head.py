@@ -19,7 +19,7 @@ from quire.layers.linear import make_linear
 from quire.layers.norm import make_norm
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.model_config import ModelConfig
-from quire.models.decoder import Decoder, first_input, run_parts
+from quire.models.decoder import Decoder
 from quire.models.form import ModelForm
 from quire.quantization.scheme import FLOATS
 
@@ -69,7 +69,8 @@ class Head(Decoder):
             batch: its `hidden_TD` are the hidden states of the present positions.
         """
         given, residual_TD = self._begin(residual_TD, batch)
-        given = run_parts(given, self._parts_of_pass, residual_TD, batch)
+        for part in self._parts_of_pass:
+            given = part(given, residual_TD, batch)
         if self.head.kind == "eagle3":
             return residual_TD
         assert isinstance(given, Tensor), "the final norm feeds no layer"
@@ -85,7 +86,8 @@ class Head(Decoder):
             self.prepare(batch.host, batch.caches)
         given, residual_TD = self._begin(self.embed_step(batch), batch)
         last = self._layers[-1]
-        given = run_parts(given, self._parts_of_pass[: -len(last)], residual_TD, batch)
+        for part in self._parts_of_pass[: -len(last)]:
+            given = part(given, residual_TD, batch)
         last[0].write(given, batch)
 
     def _begin(self, residual_TD: Tensor, batch: ForwardBatch) -> tuple[Rows, Tensor]:
@@ -104,8 +106,8 @@ class Head(Decoder):
             if self.head.norm_before_residual:
                 hidden_TD.copy_(halves[1])
             return x_TX, hidden_TD
-        residual_TD = self._input(x_TX)
-        return first_input(self._sublayers[0].input_norm, residual_TD), residual_TD
+        first_norm, residual_TD = self._sublayers[0].input_norm, self._input(x_TX)
+        return residual_TD if first_norm is None else first_norm.feed(residual_TD), residual_TD
 
     def compute_logits(
         self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, owners_R: Tensor | None = None
