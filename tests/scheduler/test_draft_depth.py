@@ -218,7 +218,7 @@ COSTS = {"bfloat16": BFLOAT16, "int4": INT4, "arithmetic": ARITHMETIC}
 DRAFTERS = {"text": None, "model": DrafterTime(2.5e-3)}
 
 
-@pytest.mark.parametrize("num_requests", [1, 8, 32, 64])
+@pytest.mark.parametrize("num_requests", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("costs", COSTS)
 def test_a_drafter_that_is_always_wrong_costs_little(costs: str, drafter: str, num_requests: int) -> None:
