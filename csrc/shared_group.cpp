@@ -31,7 +31,7 @@
 namespace quire {
 
 struct GroupWords {
-  std::atomic<int32_t> aborted;  // the number of a rank + 1; 0: none
+  std::atomic<uint64_t> aborted;  // the number of a rank + 1, and above it the cause; 0: none
 };
 
 // The report of a rank. Its turn and its signatures of two turns lie on one cache line, which the others read.
@@ -133,16 +133,16 @@ constexpr int kSendFlags = MSG_DONTWAIT | MSG_NOSIGNAL;
 constexpr int kSendFlags = MSG_DONTWAIT;  // Python ignores SIGPIPE
 #endif
 
-// False: the connection has ended.
-bool receive(int socket, void* to, int64_t bytes) {
+// Returns kNotKnown, or the cause for which the connection has ended.
+int receive(int socket, void* to, int64_t bytes) {
   for (char* at = static_cast<char*>(to); bytes > 0;) {
     const ssize_t count = recv(socket, at, bytes, 0);
     if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return false;
+    if (count <= 0) return count == 0 ? SharedGroup::kClosed : errno;
     at += count;
     bytes -= count;
   }
-  return true;
+  return SharedGroup::kNotKnown;
 }
 
 }  // namespace
@@ -224,18 +224,19 @@ char* SharedGroup::slot(int rank, uint32_t turn) const {
 
 // Writes to the words and slots of a rank of another machine what it has written there, in the same order.
 void SharedGroup::listen(int rank, int socket) {
-  for (Note note; receive(socket, &note, sizeof note);) {
-    if (note.bytes < 0 || note.bytes > slot_bytes_ || !receive(socket, slot(rank, note.number), note.bytes)) break;
+  int cause = kNotKnown;
+  for (Note note; (cause = receive(socket, &note, sizeof note)) == kNotKnown;) {
+    cause = kNonsense;
+    if (note.kind > Note::kLeft || note.bytes < 0 || note.bytes > slot_bytes_) break;
+    if ((cause = receive(socket, slot(rank, note.number), note.bytes)) != kNotKnown) break;
     if (note.kind == Note::kTurn)
       write_turn(rank, note.number, note.word);
     else if (note.kind == Note::kEnd)
       words(rank).done.store(note.number, std::memory_order_release);
-    else if (note.kind == Note::kLeft)
-      write_left(rank, note.number, static_cast<uint32_t>(note.word));
     else
-      break;
+      write_left(rank, note.number, static_cast<uint32_t>(note.word));
   }
-  if (!is_closing_) abort(members_[rank]);
+  if (!is_closing_) abort(members_[rank], cause);
 }
 
 // Tells other machines what this rank has written. The slot goes where a rank reads it.
@@ -272,20 +273,43 @@ void SharedGroup::send(const Peer& peer, const Note& note) {
       poll(&writable, 1, kNap / std::chrono::milliseconds(1));
       awaited.store(0, std::memory_order_relaxed);
     } else if (errno != EINTR) {
-      abort(members_[peer.rank]);
+      abort(members_[peer.rank], errno);
       check();
     }
   }
 }
 
 // Ranks that sleep in other groups notice it after their nap.
-void SharedGroup::abort(int number) {
-  int32_t none = 0;
-  reinterpret_cast<GroupWords*>(memory_)->aborted.compare_exchange_strong(none, number + 1);
+void SharedGroup::abort(int number, int cause) {
+  uint64_t none = 0;
+  const uint64_t word = uint64_t{static_cast<uint32_t>(cause)} << 32 | static_cast<uint32_t>(number + 1);
+  reinterpret_cast<GroupWords*>(memory_)->aborted.compare_exchange_strong(none, word);
   for (int other = 0; other < size_; ++other) wake_all(words(other).turn);
 }
 
-int SharedGroup::aborted() const { return reinterpret_cast<const GroupWords*>(memory_)->aborted.load() - 1; }
+int SharedGroup::aborted() const {
+  return static_cast<int>(reinterpret_cast<const GroupWords*>(memory_)->aborted.load()) - 1;
+}
+
+std::string SharedGroup::cause() const {
+  const auto cause = static_cast<int>(reinterpret_cast<const GroupWords*>(memory_)->aborted.load() >> 32);
+  switch (cause) {
+    case kNotKnown:
+      return "";
+    case kClosed:
+      return "its connection was closed";
+    case kNonsense:
+      return "it has sent something that no rank sends";
+    case kDiffers:
+      return "it does something else than another rank";
+    case kLate:
+      return "it did not come in time";
+    case kStopped:
+      return "its process was stopped by a signal";
+    default:
+      return "its connection has failed: " + std::generic_category().message(cause);
+  }
+}
 
 void SharedGroup::begin_step() { ++step_; }
 
@@ -347,7 +371,7 @@ void SharedGroup::give_up(int rank) {
     if (awaited < 0 || awaited == members_[rank_]) break;
     late = awaited;
   }
-  abort(late);
+  abort(late, kLate);
   if (aborted() != late) check();  // another rank has named the rank to blame before
   throw RankLate("rank " + std::to_string(late) + " did not come within " +
                  std::to_string(static_cast<int64_t>(timeout_seconds_)) + " s (--distributed-timeout-seconds)");
@@ -357,7 +381,10 @@ std::string SharedGroup::name(int rank) const { return "rank " + std::to_string(
 
 void SharedGroup::check() const {
   const int number = aborted();
-  if (number >= 0) throw GroupError("rank " + std::to_string(number) + " has failed");
+  if (number >= 0) {
+    const std::string why = cause();
+    throw GroupError("rank " + std::to_string(number) + " has failed" + (why.empty() ? "" : ": " + why));
+  }
   if (is_void()) throw StepVoid("another rank has left the step");
 }
 
@@ -413,7 +440,7 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
   }
   if (!has_arrived(rank) || aborted() >= 0) check();
   if (other.signatures[turn_ % 2].load(std::memory_order_relaxed) != signature) {
-    abort(members_[rank]);
+    abort(members_[rank], kDiffers);
     throw GroupError(name(rank) + " does something else than " + name(rank_));
   }
 }

@@ -389,14 +389,42 @@ def first_and_socket() -> Iterator[tuple[Ranks, socket.socket]]:
 
 @pytest.mark.parametrize("last", ["kind", "length", "end"])
 def test_a_machine_that_sends_nonsense(first_and_socket: tuple[Ranks, socket.socket], last: str) -> None:
-    """A note has its kind, the number of the turn, a word and the length of what follows."""
+    """A note has its kind, the number of the turn, a word and the length of what follows. Others learn the cause."""
     first, peer = first_and_socket
     kind, num_bytes = (3, 0) if last == "kind" else (0, -1 if last == "length" else 8)
     peer.sendall(struct.pack("=IIQq", kind, 1, 0, num_bytes) + bytes(4))
     peer.shutdown(socket.SHUT_WR)
     assert first.group is not None
-    with pytest.raises(GroupError, match="rank 1 has failed"):
+    cause = "its connection was closed" if last == "end" else "it has sent something that no rank sends"
+    with pytest.raises(GroupError, match=f"rank 1 has failed: {cause}"):
         first.group.gather(torch.zeros(2, 1), (1, 1))
+    assert first.failing.cause == cause
+
+
+def test_a_connection_that_fails(first_and_socket: tuple[Ranks, socket.socket]) -> None:
+    """The system's reason is told. The other end closes before it has read what was sent to it."""
+    first, peer = first_and_socket
+    threading.Timer(0.1, peer.close).start()
+    assert first.group is not None
+    with pytest.raises(GroupError, match="rank 1 has failed: its connection has failed: Connection reset by peer"):
+        first.group.gather(torch.zeros(2, 1), (1, 1))
+
+
+def test_a_link_that_ends_is_the_failure_of_the_other_rank() -> None:
+    """Ranks beside this one learn it too, with the cause. So nobody takes this one for the culprit."""
+    ranks = ranks_of(Grid(width=2, num_stages=2, num_nodes=2))
+    behind, before = ranks[3].behind, ranks[1].before
+    assert behind is not None
+    assert before is not None
+    behind.close()
+    with pytest.raises(GroupError, match="rank 3 has failed: the connection was closed"):
+        before.receive(1, 4, torch.float32)
+    assert (ranks[0].failing.failed_rank, ranks[0].failing.cause) == (3, "its connection was closed")
+    assert ranks[0].group is not None
+    with pytest.raises(GroupError, match="rank 3 has failed: its connection was closed"):
+        ranks[0].group.gather(torch.zeros(2, 1), (1, 1))
+    for each in ranks:
+        each.close()
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
