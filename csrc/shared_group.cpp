@@ -52,6 +52,7 @@ struct Note {
   uint32_t number;  // of the turn, or of the step that the rank has ended or left
   uint64_t word;    // the signature of the turn, or the turn in which it has left
   int64_t bytes;
+  int64_t begin = 0;  // the place of the bytes in the slot
 };
 
 // The progress of a rank in its step. Only this rank writes it. Others read it when they have waited too long.
@@ -227,8 +228,10 @@ void SharedGroup::listen(int rank, int socket) {
   int cause = kNotKnown;
   for (Note note; (cause = receive(socket, &note, sizeof note)) == kNotKnown;) {
     cause = kNonsense;
-    if (note.kind > Note::kLeft || note.bytes < 0 || note.bytes > slot_bytes_) break;
-    if ((cause = receive(socket, slot(rank, note.number), note.bytes)) != kNotKnown) break;
+    if (note.kind > Note::kLeft || note.begin < 0 || note.begin > slot_bytes_ || note.bytes < 0 ||
+        note.bytes > slot_bytes_ - note.begin)
+      break;
+    if ((cause = receive(socket, slot(rank, note.number) + note.begin, note.bytes)) != kNotKnown) break;
     if (note.kind == Note::kTurn)
       write_turn(rank, note.number, note.word);
     else if (note.kind == Note::kEnd)
@@ -239,11 +242,17 @@ void SharedGroup::listen(int rank, int socket) {
   if (!is_closing_) abort(members_[rank], cause);
 }
 
-// Tells other machines what this rank has written. The slot goes where a rank reads it.
-void SharedGroup::tell(const Note& note, int reader) {
+// Tells other machines what this rank has written. The slot goes where a rank reads it. With `begins`, each machine
+// gets its own part: from begins[machine] to begins[machine + 1].
+void SharedGroup::tell(const Note& note, int reader, const int64_t* begins) {
   for (const Peer& peer : peers_) {
     Note own = note;
-    if (reader != GatherArgs::kAllRanks && machine(reader) != machine(peer.rank)) own.bytes = 0;
+    if (begins != nullptr) {
+      own.begin = begins[machine(peer.rank)];
+      own.bytes = begins[machine(peer.rank) + 1] - own.begin;
+    } else if (reader != GatherArgs::kAllRanks && machine(reader) != machine(peer.rank)) {
+      own.bytes = 0;
+    }
     send(peer, own);
   }
 }
@@ -252,7 +261,8 @@ void SharedGroup::tell(const Note& note, int reader) {
 void SharedGroup::send(const Peer& peer, const Note& note) {
   const auto start = Clock::now();
   std::atomic<int32_t>& awaited = where(memory_, members_[rank_]).awaited;
-  iovec parts[2] = {{const_cast<Note*>(&note), sizeof note}, {slot(rank_, turn_), static_cast<size_t>(note.bytes)}};
+  iovec parts[2] = {{const_cast<Note*>(&note), sizeof note},
+                    {slot(rank_, turn_) + note.begin, static_cast<size_t>(note.bytes)}};
   msghdr message{};
   message.msg_iov = parts;
   message.msg_iovlen = 2;
@@ -402,10 +412,10 @@ void SharedGroup::write_turn(int rank, uint32_t turn, uint64_t signature) {
 }
 
 // Other machines are told first, because they are further away.
-void SharedGroup::arrive(uint64_t signature, int64_t bytes, int reader) {
+void SharedGroup::arrive(uint64_t signature, int64_t bytes, int reader, const int64_t* begins) {
   std::atomic<uint32_t>& turns = where(memory_, members_[rank_]).turns;
   turns.store(turns.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-  tell({Note::kTurn, turn_, signature, bytes}, reader);
+  tell({Note::kTurn, turn_, signature, bytes}, reader, begins);
   write_turn(rank_, turn_, signature);
 }
 
@@ -474,6 +484,19 @@ void SharedGroup::gather(const GatherArgs& args) {
   for (int64_t row = 0; row < args.rows; row += most_rows) {
     const int64_t rows = std::min(most_rows, args.rows - row);
     const int32_t* const owners = args.owners == nullptr ? nullptr : args.owners + row;
+    // Rows for the ranks of a machine lie side by side in the slots, so that only they are sent there.
+    std::array<int64_t, kMaxRanks + 1> firsts, begins;  // of each machine: its first place, and where it begins
+    std::vector<int64_t> places;
+    if (owners != nullptr) {
+      firsts.fill(0);
+      for (int64_t i = 0; i < rows; ++i) {
+        if (owners[i] < 0 || owners[i] >= size_) throw std::invalid_argument("a row belongs to no rank of the group");
+        ++firsts[machine(owners[i]) + 1];
+      }
+      std::partial_sum(firsts.begin(), firsts.end(), firsts.begin());
+      auto next = firsts;
+      for (int64_t i = 0; i < rows; ++i) places.push_back(next[machine(owners[i])]++);
+    }
     for (int64_t first = 0; first < widest; first += piece_bytes) {
       ++turn_;
       const auto width_of = [&](int rank) { return std::clamp<int64_t>(args.widths[rank] - first, 0, piece_bytes); };
@@ -482,11 +505,13 @@ void SharedGroup::gather(const GatherArgs& args) {
       if (owners != nullptr) {
         for (int64_t i = 0; i < rows; ++i)
           if (owners[i] != rank_)
-            std::memcpy(slot(rank_, turn_) + i * own_width, own + i * args.part.stride, own_width);
+            std::memcpy(slot(rank_, turn_) + places[i] * own_width, own + i * args.part.stride, own_width);
       } else if (args.reader != rank_) {
         copy_rows(own, args.part.stride, slot(rank_, turn_), own_width, own_width, rows);
       }
-      arrive(signature, own_width * rows, args.reader);
+      if (owners != nullptr)
+        std::transform(firsts.begin(), firsts.end(), begins.begin(), [&](int64_t place) { return place * own_width; });
+      arrive(signature, own_width * rows, args.reader, owners == nullptr ? nullptr : begins.data());
       const auto take = [&](int rank, const char* from, int64_t stride) {
         if (args.out.data == nullptr) return;
         char* to = args.out.data + out_row * args.out.stride + columns[rank] + first;
@@ -494,7 +519,7 @@ void SharedGroup::gather(const GatherArgs& args) {
         if (owners == nullptr) return copy_rows(from, stride, to, args.out.stride, width_of(rank), rows);
         for (int64_t i = 0; i < rows; ++i) {
           if (owners[i] != rank_) continue;
-          std::memcpy(to, from + i * stride, width_of(rank));
+          std::memcpy(to, from + (rank == rank_ ? i : places[i]) * stride, width_of(rank));
           to += args.out.stride;
         }
       };

@@ -34,7 +34,7 @@ class Engine:
         depth: int = 1,
         failure: Callable[[ScheduledBatch], Exception | None] = lambda batch: None,
         on_begun: OnBegun = lambda request_ids: None,
-        adapters: AdapterTurns | None = None,
+        adapters: Callable[[], AdapterTurns | None] = lambda: None,
         **limits: Any,
     ) -> None:
         bounds = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 60} | limits
@@ -49,7 +49,7 @@ class Engine:
                         depth=depth,
                         enable_prefix_caching=True,
                     ),
-                    adapters=adapters,
+                    adapters=adapters(),
                     clock=lambda: 0.0,
                 )
                 for _ in range(num_lanes)
@@ -125,11 +125,18 @@ def test_requests_get_their_tokens_in_any_lane(depth: int) -> None:
 
 
 def test_adapters_take_turns_in_all_lanes_together() -> None:
-    """There is one place. An adapter that is lost ends the requests that wait for it, in each lane, and no others."""
-    engine = Engine(adapters=AdapterTurns(1, ORDER_KEYS["fcfs"], {"first", "second"}.__contains__))
+    """There is one place, although each lane would begin with another adapter. If an adapter is lost, the requests that
+    wait for it end in each lane, and no others.
+    """
+    engine = Engine(adapters=lambda: AdapterTurns(1, ORDER_KEYS["fcfs"], {"first", "second"}.__contains__))
     names = ["first", "second", "lost", None]
-    messages = [request(f"r{index}", [index] * 5, 6, adapter=names[index // 2 % 4]) for index in range(16)]
+    places = [(index, index % 2) for index in range(16)]
+    messages = [
+        request(f"r{index}", [index] * 5, 6, adapter=names[(index // 2 + lane) % 4], lane=lane)
+        for index, lane in places
+    ]
     engine.add(*messages)
+    assert len({each.sequence for each in engine.lanes.requests}) == len(messages), "their order needs one number each"
     waiting = {message.request_id for message in messages if message.adapter == "lost"}
     assert {engine.where(request_id) for request_id in waiting} == {0, 1}
     while engine.core.has_work():

@@ -115,8 +115,8 @@ class SharedGroup {
   };
 
   void free_all();
-  void arrive(uint64_t signature, int64_t bytes, int reader);
-  void tell(const Note& note, int reader);
+  void arrive(uint64_t signature, int64_t bytes, int reader, const int64_t* begins = nullptr);
+  void tell(const Note& note, int reader, const int64_t* begins = nullptr);
   void send(const Peer& peer, const Note& note);
   void listen(int rank, int socket);
   void write_turn(int rank, uint32_t turn, uint64_t signature);
