@@ -10,6 +10,9 @@
 #pragma once
 
 #include "gemm_grouped_blocks.h"
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
+#include "gemm_grouped_avx_vnni.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -345,6 +348,11 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
 
 template <int kRows, Codes kCodes, Offset kOffset>
 void add_groups(const GroupRun& run, Prefetch& prefetch) {
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
+  if constexpr (kRows >= kMinPartRows && kCodes != Codes::floats)
+    return add_groups_of_parts<kRows, is_packed(kCodes), kOffset>(run, prefetch);
+  else
+#endif
   if constexpr (kHasEights && kCodes == Codes::packed) {
     if (run.group_quads == 8) return add_groups<kRows, kCodes, kOffset, true>(run, prefetch);
   }
@@ -425,6 +433,11 @@ void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch pr
 
 template <int kRows, Codes kCodes, Offset kOffset>
 void add_supers(const SuperRun& run, int32_t* supers, const Prefetch& prefetch) {
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
+  if constexpr (kRows >= kMinPartRows)
+    return add_supers_of_parts<kRows, is_packed(kCodes), kOffset>(run, supers, prefetch);
+  else
+#endif
   if (!kHasWords) {
     add_supers<kRows, kCodes, kOffset, 4>(run, run.group_quads, supers, prefetch);
   } else if (kOffset == Offset::middle) {
