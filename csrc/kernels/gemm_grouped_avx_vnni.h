@@ -4,9 +4,8 @@
 // Assembly, because g++ 12 stores all sums after every four quads, and copies or spills them again at the end of a
 // group.
 //
-// Registers: ymm0, 1 weights, then scales or factors; ymm2 a quad of the input, then the scale of a row, then its
-// product with a scale; ymm3 a mask of the low halves, then a row's number for the offsets; ymm4..15 the sums, row r
-// from 4 + 2 r on.
+// Registers: ymm0, 1 weights, then factors or products of scales; ymm2 a quad of the input, then the scale of a row;
+// ymm3 a mask of the low halves, then a row's number for the offsets; ymm4..15 the sums, row r from 4 + 2 r on.
 #pragma once
 
 #include <cstddef>
@@ -22,20 +21,24 @@ constexpr int kMinPartRows = 3;
 
 // Operands that the assembly reads from memory, because there are not enough registers.
 struct PartTile {
-  int64_t num_groups;    // counts down
-  int64_t steps;         // of four quads in a group
-  int64_t number_pitch;  // bytes between the numbers of rows for consecutive groups
-  int64_t factor_pitch;  // bytes between the factors of consecutive groups
-  int64_t lines;         // fetched ahead in each step, 0 to 4
-  int64_t fetched_bytes = 0;
+  int64_t num_groups;     // counts down
+  int64_t steps;          // of four quads in a group
+  int64_t number_pitch;   // bytes between the numbers of rows for consecutive groups
+  int64_t factor_pitch;   // bytes between the factors of consecutive groups
+  int64_t lines;          // fetched ahead in each step, 0 to 4
+  int64_t fetched_bytes;  // in each step
   int64_t low_halves = 0x0f0f0f0f;
 
-  // A step of a part has the share of one call of prefetch.fetch(); packed, which has half of the bytes, of half a
+  // A step of a part has the share of one call of prefetch.fetch(); packed, where it has half of the bytes, of half a
   // call. A line whose halves belong to two steps is fetched in both.
-  void fetch_ahead(const Prefetch& prefetch, bool is_packed) {
-    lines = is_packed ? (prefetch.lines + 1) / 2 : prefetch.lines;
-    fetched_bytes = (is_packed ? 32 : 64) * prefetch.lines;
-  }
+  PartTile(int64_t num_groups, int64_t group_quads, const QuantizedRows& input, int64_t factor_pitch,
+           const Prefetch& prefetch, bool is_packed)
+      : num_groups(num_groups),
+        steps(group_quads / kStepQuads),
+        number_pitch(4 * input.number_pitch),
+        factor_pitch(factor_pitch),
+        lines(is_packed ? (prefetch.lines + 1) / 2 : prefetch.lines),
+        fetched_bytes((is_packed ? 32 : 64) * prefetch.lines) {}
 };
 
 // clang-format off
@@ -188,12 +191,7 @@ void add_groups_of_parts(const GroupRun& run, Prefetch& prefetch) {
   const QuantizedRows& input = *run.input;
   if (run.first_group == 0) std::fill(run.totals, run.totals + kRows * kPanelWidth, 0.0f);
   for (int64_t part = 0; part < kNumParts; ++part) {
-    PartTile tile{.num_groups = run.num_groups,
-                  .steps = run.group_quads / kStepQuads,
-                  .number_pitch = 4 * input.number_pitch,
-                  .factor_pitch = 0,
-                  .lines = 0};
-    tile.fetch_ahead(prefetch, kPacked);
+    PartTile tile(run.num_groups, run.group_quads, input, 0, prefetch, kPacked);
     const int8_t *x = input.codes + run.row * input.stride + run.first_group * run.group_quads * kQuad,
                  *x3 = x + 3 * input.stride;
     const uint8_t* weights = run.weights + part * kPartColumns * kQuad;
@@ -237,12 +235,7 @@ void add_supers_of_parts(const SuperRun& run, int32_t* supers, Prefetch prefetch
   FactorNumbers numbers = run.numbers;
   for (int64_t super = 0; super < run.num_supers; ++super, numbers.next_super(run.super_groups)) {
     for (int64_t part = 0; part < kNumParts; ++part) {
-      PartTile tile{.num_groups = run.super_groups,
-                    .steps = run.group_quads / kStepQuads,
-                    .number_pitch = 4 * input.number_pitch,
-                    .factor_pitch = numbers.group_bytes,
-                    .lines = 0};
-      tile.fetch_ahead(prefetch, kPacked);
+      PartTile tile(run.super_groups, run.group_quads, input, numbers.group_bytes, prefetch, kPacked);
       const int8_t *x = codes, *x3 = x + 3 * input.stride;
       const uint8_t* weights = weights_of_super + part * kPartColumns * kQuad;
       const int8_t* factors = numbers.factors + part * kPartColumns;
