@@ -1,4 +1,5 @@
-# Quire. `make run` and `make test` each work alone on a fresh machine (Python 3.11 or later; a C++20 compiler for the fast kernels).
+# Quire. `make run` and `make test` each work alone on a fresh machine (Python 3.11 or later; a C++20 compiler for the
+# fast kernels).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +7,8 @@ CXX ?= c++
 export CXX
 # Each of the many processes that tests start would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
-# What pip shall install as torch, in pip's words: a requirement, a file, options. Empty: a CPU build, unless there is a GPU.
+# What pip shall install as torch, in pip's words: a requirement, a file, options. Empty: a CPU build, unless there is a
+# GPU.
 TORCH ?=
 # The name says whether the kernels were compiled, so that a compiler installed later is noticed.
 STAMP := $(VENV)/.installed-$(if $(shell command -v $(CXX)),with,without)-kernels
@@ -37,7 +39,8 @@ $(VENV)/.installed-%: pyproject.toml $(STAMP)
 TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 
-# Tests allocate and free the same megabytes again and again. The heap of glibc keeps them, so pages are not cleared anew.
+# Tests allocate and free the same megabytes again and again. The heap of glibc keeps them, so pages are not cleared
+# anew.
 HEAP := MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=16777216
 
 test: $(VENV)/.installed-test  ## what CI runs
@@ -116,8 +119,8 @@ FRONT_END_BENCHMARKS := $(addprefix benchmarks/,detokenizer.py frontend_capacity
 bench: $(VENV)/.installed-dev  ## microbenchmarks of the kernels and the front end, against the limits of this machine
 	for file in benchmarks/kernels/*.py $(FRONT_END_BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
-# GPU_PYTHON=python3: with that interpreter's own torch and Triton, and nothing is installed. It needs msgspec, jinja2, tokenizers
-# and tqdm beside them, and pytest, hypothesis and safetensors for the tests.
+# GPU_PYTHON=python3: with that interpreter's own torch and Triton, and nothing is installed. It needs msgspec, jinja2,
+# tokenizers and tqdm beside them, and pytest, hypothesis and safetensors for the tests.
 GPU_PYTHON ?=
 GPU_SETUP := $(if $(GPU_PYTHON),,$(VENV)/.installed-test)
 RUN_ON_GPU := PYTHONPATH=src $(or $(GPU_PYTHON),$(BIN)/python)

@@ -7,10 +7,10 @@
 A form has a name and the quantization with which Quire loads MODEL (`none`: as it is stored); `--kv FORM DTYPE` gives a
 form another dtype of the KV cache. `--peer FORM NAME COMMAND` adds an engine to a form; the command speaks the protocol
 of benchmarks/peers/speculating.py. The engines of a form are alive at the same time and take turns, and all but one are
-stopped. The forms follow each other. A case is PROMPTSxINPUTxOUTPUT: so many prompts of random tokens, each with so
-many greedy tokens. The first round of each case is not counted, because an engine may prepare things at the first
-prompts of a size; with --count-first it is, for cases that last minutes. Tokens per second count prompts and answers. A
-ratio is the median of the ratios of the rounds.
+stopped. The forms follow each other. A case is PROMPTSxINPUTxOUTPUT: the number of prompts, the random tokens of each,
+and the greedy tokens after it. The first round of each case is not counted, because an engine may prepare things at the
+first prompts of a size; with --count-first it is, for cases that last minutes. Tokens per second count prompts and
+answers. A ratio is the median of the ratios of the rounds.
 
 --ranks N: Quire is N processes that share the model (-tp N), with a thread each; a peer gets its own options.
 

@@ -1,7 +1,7 @@
 """The acceptance of drafts: of a draft model for several ways to draw them, or of an EAGLE-3 head.
 
     python benchmarks/draft_acceptance.py [--target FOLDER] [--draft FOLDER | --head FOLDER] [--questions 20]
-                                          [--save HARDWARE]
+                                          [--what flat] [--save HARDWARE]
 
 The texts are the target's own answers, at each temperature. With --draft (default: the bundled draft model) nothing is
 sampled: p and q are the distributions of target and draft model at a place of a text, and each column is the chance
@@ -15,7 +15,8 @@ that the target draws the draft there.
 
 With --head (`bundled`: the demo model's), the engine answers with two drafts of the head in every step, drawn as it
 draws them. The columns are the shares of drafts that held, of those whose predecessors held. --save writes
-benchmarks/results/HARDWARE/draft_acceptance_DATE.md and .json, or head_acceptance_DATE.
+benchmarks/results/HARDWARE/draft_acceptance_DATE.md and .json, or head_acceptance_DATE; with --what its word stands
+before the date.
 """
 
 from __future__ import annotations
@@ -181,6 +182,7 @@ def main() -> None:
     drafter.add_argument("--draft", default=str(demo.path("draft")))
     drafter.add_argument("--head", metavar="FOLDER", help="an EAGLE-3 head, or `bundled`")
     parser.add_argument("--questions", type=int, default=20)
+    parser.add_argument("--what", help="a word for the name of the file")
     arguments = parser.parse_args()
     if arguments.head is None:
         what, rows = "a draft model", of_draft_model(arguments.target, arguments.draft, arguments.questions)
@@ -194,7 +196,7 @@ def main() -> None:
         "rows": rows,
     }
     name = "draft_acceptance" if arguments.head is None else "head_acceptance"
-    report.publish(__file__, arguments.save, name, result, markdown(result))
+    report.publish(__file__, arguments.save, "_".join(filter(None, (name, arguments.what))), result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -347,8 +347,8 @@ class Replay:
         return 1 / ratio <= seconds / self.seconds(rows) <= ratio
 
 
-def median_error(folder: Path, rounds: Sequence[dict[str, Any]]) -> float:
-    """The median error for steps that were not in the calibration, over all loads and rounds of a model in one format.
+def step_errors(folder: Path, rounds: Sequence[dict[str, Any]]) -> list[float]:
+    """The errors for steps that were not in the calibration, over all loads and rounds of a model in one format.
 
     Args:
         folder: the folder with the model's config.json.
@@ -360,7 +360,12 @@ def median_error(folder: Path, rounds: Sequence[dict[str, Any]]) -> float:
         errors += [
             abs(replay.seconds(rows) / statistics.median(seconds) - 1) for rows, seconds in found["held_out"] if seconds
         ]
-    return statistics.median(errors)
+    return errors
+
+
+def median_error(folder: Path, rounds: Sequence[dict[str, Any]]) -> float:
+    """The median of `step_errors`."""
+    return statistics.median(step_errors(folder, rounds))
 
 
 def config_folder(config: dict[str, Any], place: str) -> Path:

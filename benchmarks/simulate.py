@@ -59,6 +59,7 @@ FEWEST_REQUESTS = 24
 TEACHING, NUM_TEACHING, TEACHING_CONCURRENCY = "chat", 12, 6
 WITHIN = {"p99": 0.2}  # by the first part of a metric's name
 OTHERS_WITHIN = 0.1
+PERCENTILES = (99,)
 TIMES = ("ttft", "tpot", "itl", "e2el")
 COUNTERS = {"preemptions": "vllm:num_preemptions_total", "cached tokens": "vllm:prefix_cache_hits_total"}
 
@@ -155,7 +156,9 @@ class Bench:
 
     def simulate(self, load: PreparedLoad) -> tuple[Run, dict[str, float], dict[str, tuple[float, float]]]:
         """Simulate the same round. Returns it with the counters and the intervals."""
-        (run,), facts = simulate(self._name, self._config, self._model, self._device, load, lambda total: NoBar())
+        (run,), facts = simulate(
+            self._name, self._config, self._model, self._device, load, lambda total: NoBar(), PERCENTILES
+        )
         own = facts["simulated"]
         counts = {"preemptions": own["num_preemptions"], "cached tokens": own["prefix_cache_hits"]}
         return run, counts, own["intervals"]
@@ -181,7 +184,7 @@ class Bench:
             if not limits:
                 times = measure([served[0]], [], {}).times
                 limits = {"ttft": 3000 * times["ttft"].median, "tpot": 2000 * times["tpot"].median}
-            real, simulated = (numbers(measure([each], [99], limits), c) for each, c in (served, (run, counts)))
+            real, simulated = (numbers(measure([each], PERCENTILES, limits), c) for each, c in (served, (run, counts)))
             cell = Cell(name, factor, real, simulated, intervals)
             far = [f"{each} {error:+.0%}" for each, error in cell.errors().items() if not is_within(each, error)]
             print(f"  {factor:g}x: {', '.join(far) or 'all within'}", flush=True)
@@ -214,8 +217,8 @@ def markdown(result: dict[str, Any], cells: list[Cell]) -> str:
         f"- {result['model']}; {' '.join(result['flags'])}.",
         f"- Rates are shares of saturation, for {result['seconds']:g} s each. Times in ms, rates per second.",
         f"- **{num_within} of {len(errors)} numbers are within 10 %, P99 within 20 %.**",
-        f"- {sum(inside)} of {len(inside)} rates and medians lie in the interval of the simulation, whose ends are "
-        "those with all steps at the same end of theirs.",
+        f"- {sum(inside)} of {len(inside)} rates, medians and P99 lie in the interval of the simulation, whose ends "
+        "are those with all steps at the same end of theirs.",
         "- A cell has the measured value, and then the error of the simulation.",
         "",
         *report.table_head("workload | rate | " + " | ".join(cells[0].served)),

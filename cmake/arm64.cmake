@@ -1,8 +1,8 @@
 # The ladder of ARM64 and the variants of each family, in place of the lists of x86-64 in CMakeLists.txt.
 #
-#   neon          what every ARM64 CPU has                            (Fujitsu A64FX)
-#   neon_dotprod  dot products of 8-bit integers (sdot)               (Apple M1, Graviton 2, Ampere Altra, Raspberry Pi 5)
-#   neon_i8mm     8-bit matrix products (usdot, usmmla) and bfloat16  (Apple M2, Graviton 3 and 4)
+#   neon          what every ARM64 CPU has                            Fujitsu A64FX
+#   neon_dotprod  dot products of 8-bit integers (sdot)               Apple M1, Graviton 2, Ampere Altra, Raspberry Pi 5
+#   neon_i8mm     8-bit matrix products (usdot, usmmla) and bfloat16  Apple M2, Graviton 3 and 4
 get_directory_property(variables VARIABLES)
 list(FILTER variables INCLUDE REGEX "^QUIRE_ISAS_")
 foreach(variable IN LISTS variables)

@@ -1,5 +1,6 @@
 // Python names of the group of ranks.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -61,8 +62,11 @@ void bind_group(nb::module_& m) {
           nb::kw_only(), "fd"_a, "begin"_a, "members"_a, "rank"_a, "slot_bytes"_a, "spin_microseconds"_a,
           "timeout_seconds"_a, "peers"_a)
       .def_ro_static("first_part", &SharedGroup::kFirstPart, "Where the memory of the first group begins")
+      .def_ro_static("closed", &SharedGroup::kClosed, "A cause: see abort")
+      .def_ro_static("stopped", &SharedGroup::kStopped, "A cause: see abort")
       .def_static("num_bytes", &SharedGroup::num_bytes, "size"_a, "slot_bytes"_a)
-      .def("abort", &SharedGroup::abort, "number"_a, "Ends the waiting of all ranks, now and later")
+      .def("abort", &SharedGroup::abort, "number"_a, "cause"_a = SharedGroup::kNotKnown,
+           "Ends the waiting of all ranks, now and later. The cause is a number of errno or one of the constants")
       .def("begin_step", &SharedGroup::begin_step, "Called before the turns of a step")
       .def("end_step", &SharedGroup::end_step, nb::call_guard<nb::gil_scoped_release>(),
            "Called after the turns of a step")
@@ -72,6 +76,7 @@ void bind_group(nb::module_& m) {
       .def("leave_step", &SharedGroup::leave_step, nb::call_guard<nb::gil_scoped_release>(),
            "Called in place of end_step. Waits until no rank is in the step any more")
       .def_prop_ro("aborted", &SharedGroup::aborted, "The number of the rank that has failed; -1: none")
+      .def_prop_ro("cause", &SharedGroup::cause, "Why it has failed, as text for people; empty: it is not known")
       .def_prop_ro("waited_seconds", &SharedGroup::waited_seconds,
                    "The seconds that the rank has waited for others, in all turns");
   nb::class_<Whereabouts>(m, "Whereabouts")

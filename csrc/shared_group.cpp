@@ -31,7 +31,7 @@
 namespace quire {
 
 struct GroupWords {
-  std::atomic<int32_t> aborted;  // the number of a rank + 1; 0: none
+  std::atomic<uint64_t> aborted;  // the number of a rank + 1, and above it the cause; 0: none
 };
 
 // The report of a rank. Its turn and its signatures of two turns lie on one cache line, which the others read.
@@ -52,6 +52,7 @@ struct Note {
   uint32_t number;  // of the turn, or of the step that the rank has ended or left
   uint64_t word;    // the signature of the turn, or the turn in which it has left
   int64_t bytes;
+  int64_t begin = 0;  // the place of the bytes in the slot
 };
 
 // The progress of a rank in its step. Only this rank writes it. Others read it when they have waited too long.
@@ -133,16 +134,16 @@ constexpr int kSendFlags = MSG_DONTWAIT | MSG_NOSIGNAL;
 constexpr int kSendFlags = MSG_DONTWAIT;  // Python ignores SIGPIPE
 #endif
 
-// False: the connection has ended.
-bool receive(int socket, void* to, int64_t bytes) {
+// Returns kNotKnown, or the cause for which the connection has ended.
+int receive(int socket, void* to, int64_t bytes) {
   for (char* at = static_cast<char*>(to); bytes > 0;) {
     const ssize_t count = recv(socket, at, bytes, 0);
     if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return false;
+    if (count <= 0) return count == 0 ? SharedGroup::kClosed : errno;
     at += count;
     bytes -= count;
   }
-  return true;
+  return SharedGroup::kNotKnown;
 }
 
 }  // namespace
@@ -224,25 +225,34 @@ char* SharedGroup::slot(int rank, uint32_t turn) const {
 
 // Writes to the words and slots of a rank of another machine what it has written there, in the same order.
 void SharedGroup::listen(int rank, int socket) {
-  for (Note note; receive(socket, &note, sizeof note);) {
-    if (note.bytes < 0 || note.bytes > slot_bytes_ || !receive(socket, slot(rank, note.number), note.bytes)) break;
+  int cause = kNotKnown;
+  for (Note note; (cause = receive(socket, &note, sizeof note)) == kNotKnown;) {
+    cause = kNonsense;
+    if (note.kind > Note::kLeft || note.begin < 0 || note.begin > slot_bytes_ || note.bytes < 0 ||
+        note.bytes > slot_bytes_ - note.begin)
+      break;
+    if ((cause = receive(socket, slot(rank, note.number) + note.begin, note.bytes)) != kNotKnown) break;
     if (note.kind == Note::kTurn)
       write_turn(rank, note.number, note.word);
     else if (note.kind == Note::kEnd)
       words(rank).done.store(note.number, std::memory_order_release);
-    else if (note.kind == Note::kLeft)
-      write_left(rank, note.number, static_cast<uint32_t>(note.word));
     else
-      break;
+      write_left(rank, note.number, static_cast<uint32_t>(note.word));
   }
-  if (!is_closing_) abort(members_[rank]);
+  if (!is_closing_) abort(members_[rank], cause);
 }
 
-// Tells other machines what this rank has written. The slot goes where a rank reads it.
-void SharedGroup::tell(const Note& note, int reader) {
+// Tells other machines what this rank has written. The slot goes where a rank reads it. With `begins`, each machine
+// gets its own part: from begins[machine] to begins[machine + 1].
+void SharedGroup::tell(const Note& note, int reader, const int64_t* begins) {
   for (const Peer& peer : peers_) {
     Note own = note;
-    if (reader != GatherArgs::kAllRanks && machine(reader) != machine(peer.rank)) own.bytes = 0;
+    if (begins != nullptr) {
+      own.begin = begins[machine(peer.rank)];
+      own.bytes = begins[machine(peer.rank) + 1] - own.begin;
+    } else if (reader != GatherArgs::kAllRanks && machine(reader) != machine(peer.rank)) {
+      own.bytes = 0;
+    }
     send(peer, own);
   }
 }
@@ -251,7 +261,8 @@ void SharedGroup::tell(const Note& note, int reader) {
 void SharedGroup::send(const Peer& peer, const Note& note) {
   const auto start = Clock::now();
   std::atomic<int32_t>& awaited = where(memory_, members_[rank_]).awaited;
-  iovec parts[2] = {{const_cast<Note*>(&note), sizeof note}, {slot(rank_, turn_), static_cast<size_t>(note.bytes)}};
+  iovec parts[2] = {{const_cast<Note*>(&note), sizeof note},
+                    {slot(rank_, turn_) + note.begin, static_cast<size_t>(note.bytes)}};
   msghdr message{};
   message.msg_iov = parts;
   message.msg_iovlen = 2;
@@ -272,20 +283,43 @@ void SharedGroup::send(const Peer& peer, const Note& note) {
       poll(&writable, 1, kNap / std::chrono::milliseconds(1));
       awaited.store(0, std::memory_order_relaxed);
     } else if (errno != EINTR) {
-      abort(members_[peer.rank]);
+      abort(members_[peer.rank], errno);
       check();
     }
   }
 }
 
 // Ranks that sleep in other groups notice it after their nap.
-void SharedGroup::abort(int number) {
-  int32_t none = 0;
-  reinterpret_cast<GroupWords*>(memory_)->aborted.compare_exchange_strong(none, number + 1);
+void SharedGroup::abort(int number, int cause) {
+  uint64_t none = 0;
+  const uint64_t word = uint64_t{static_cast<uint32_t>(cause)} << 32 | static_cast<uint32_t>(number + 1);
+  reinterpret_cast<GroupWords*>(memory_)->aborted.compare_exchange_strong(none, word);
   for (int other = 0; other < size_; ++other) wake_all(words(other).turn);
 }
 
-int SharedGroup::aborted() const { return reinterpret_cast<const GroupWords*>(memory_)->aborted.load() - 1; }
+int SharedGroup::aborted() const {
+  return static_cast<int>(reinterpret_cast<const GroupWords*>(memory_)->aborted.load()) - 1;
+}
+
+std::string SharedGroup::cause() const {
+  const auto cause = static_cast<int>(reinterpret_cast<const GroupWords*>(memory_)->aborted.load() >> 32);
+  switch (cause) {
+    case kNotKnown:
+      return "";
+    case kClosed:
+      return "its connection was closed";
+    case kNonsense:
+      return "it has sent something that no rank sends";
+    case kDiffers:
+      return "it does something else than another rank";
+    case kLate:
+      return "it did not come in time";
+    case kStopped:
+      return "its process was stopped by a signal";
+    default:
+      return "its connection has failed: " + std::generic_category().message(cause);
+  }
+}
 
 void SharedGroup::begin_step() { ++step_; }
 
@@ -347,7 +381,7 @@ void SharedGroup::give_up(int rank) {
     if (awaited < 0 || awaited == members_[rank_]) break;
     late = awaited;
   }
-  abort(late);
+  abort(late, kLate);
   if (aborted() != late) check();  // another rank has named the rank to blame before
   throw RankLate("rank " + std::to_string(late) + " did not come within " +
                  std::to_string(static_cast<int64_t>(timeout_seconds_)) + " s (--distributed-timeout-seconds)");
@@ -357,7 +391,10 @@ std::string SharedGroup::name(int rank) const { return "rank " + std::to_string(
 
 void SharedGroup::check() const {
   const int number = aborted();
-  if (number >= 0) throw GroupError("rank " + std::to_string(number) + " has failed");
+  if (number >= 0) {
+    const std::string why = cause();
+    throw GroupError("rank " + std::to_string(number) + " has failed" + (why.empty() ? "" : ": " + why));
+  }
   if (is_void()) throw StepVoid("another rank has left the step");
 }
 
@@ -375,10 +412,10 @@ void SharedGroup::write_turn(int rank, uint32_t turn, uint64_t signature) {
 }
 
 // Other machines are told first, because they are further away.
-void SharedGroup::arrive(uint64_t signature, int64_t bytes, int reader) {
+void SharedGroup::arrive(uint64_t signature, int64_t bytes, int reader, const int64_t* begins) {
   std::atomic<uint32_t>& turns = where(memory_, members_[rank_]).turns;
   turns.store(turns.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-  tell({Note::kTurn, turn_, signature, bytes}, reader);
+  tell({Note::kTurn, turn_, signature, bytes}, reader, begins);
   write_turn(rank_, turn_, signature);
 }
 
@@ -413,7 +450,7 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
   }
   if (!has_arrived(rank) || aborted() >= 0) check();
   if (other.signatures[turn_ % 2].load(std::memory_order_relaxed) != signature) {
-    abort(members_[rank]);
+    abort(members_[rank], kDiffers);
     throw GroupError(name(rank) + " does something else than " + name(rank_));
   }
 }
@@ -447,6 +484,19 @@ void SharedGroup::gather(const GatherArgs& args) {
   for (int64_t row = 0; row < args.rows; row += most_rows) {
     const int64_t rows = std::min(most_rows, args.rows - row);
     const int32_t* const owners = args.owners == nullptr ? nullptr : args.owners + row;
+    // Rows for the ranks of a machine lie side by side in the slots, so that only they are sent there.
+    std::array<int64_t, kMaxRanks + 1> firsts, begins;  // of each machine: its first place, and where it begins
+    std::vector<int64_t> places;
+    if (owners != nullptr) {
+      firsts.fill(0);
+      for (int64_t i = 0; i < rows; ++i) {
+        if (owners[i] < 0 || owners[i] >= size_) throw std::invalid_argument("a row belongs to no rank of the group");
+        ++firsts[machine(owners[i]) + 1];
+      }
+      std::partial_sum(firsts.begin(), firsts.end(), firsts.begin());
+      auto next = firsts;
+      for (int64_t i = 0; i < rows; ++i) places.push_back(next[machine(owners[i])]++);
+    }
     for (int64_t first = 0; first < widest; first += piece_bytes) {
       ++turn_;
       const auto width_of = [&](int rank) { return std::clamp<int64_t>(args.widths[rank] - first, 0, piece_bytes); };
@@ -455,11 +505,13 @@ void SharedGroup::gather(const GatherArgs& args) {
       if (owners != nullptr) {
         for (int64_t i = 0; i < rows; ++i)
           if (owners[i] != rank_)
-            std::memcpy(slot(rank_, turn_) + i * own_width, own + i * args.part.stride, own_width);
+            std::memcpy(slot(rank_, turn_) + places[i] * own_width, own + i * args.part.stride, own_width);
       } else if (args.reader != rank_) {
         copy_rows(own, args.part.stride, slot(rank_, turn_), own_width, own_width, rows);
       }
-      arrive(signature, own_width * rows, args.reader);
+      if (owners != nullptr)
+        std::transform(firsts.begin(), firsts.end(), begins.begin(), [&](int64_t place) { return place * own_width; });
+      arrive(signature, own_width * rows, args.reader, owners == nullptr ? nullptr : begins.data());
       const auto take = [&](int rank, const char* from, int64_t stride) {
         if (args.out.data == nullptr) return;
         char* to = args.out.data + out_row * args.out.stride + columns[rank] + first;
@@ -467,7 +519,7 @@ void SharedGroup::gather(const GatherArgs& args) {
         if (owners == nullptr) return copy_rows(from, stride, to, args.out.stride, width_of(rank), rows);
         for (int64_t i = 0; i < rows; ++i) {
           if (owners[i] != rank_) continue;
-          std::memcpy(to, from + i * stride, width_of(rank));
+          std::memcpy(to, from + (rank == rank_ ? i : places[i]) * stride, width_of(rank));
           to += args.out.stride;
         }
       };

@@ -68,7 +68,7 @@ struct VectorRows {
   using Input = typename Tile::Input;
   using Number = typename Tile::Weight;
   static int64_t num_tiles(int64_t rows) { return ceil_div(rows, kMaxRows); }
-  static int64_t first_row(int64_t tile, int64_t rows) { return rows * tile / num_tiles(rows); }
+  static int64_t first_row(int64_t tile, int64_t rows) { return first_tile_row(tile, rows); }
   static int64_t num_fetches(int64_t rows) { return num_tiles(rows) * Tile::kFetches; }
 
   static void run(const GemmBlock& block, int64_t row, int64_t rows, int64_t step, const Number* weights, int64_t steps,

@@ -22,6 +22,15 @@ inline int64_t input_stride(int64_t k) {
   return (round_up(k, kBf16KUnit) / kPerLine | 1) * kPerLine;
 }
 
+// The first row of a tile, of the ceil_div(num_rows, kMaxRows) tiles of a block. The tiles have nearly equal heights: 7
+// rows are 3 + 4. But with 16 registers, tiles of 3 and 4 rows have too few sums to hide the latency of a multiply-add
+// while weights come from memory, and those of 1, 2 and 6 rows have enough: then 7 rows are 6 + 1, and 8 are 6 + 2.
+inline int64_t first_tile_row(int64_t tile, int64_t num_rows) {
+  const int64_t num_tiles = ceil_div(num_rows, kMaxRows), rest = num_rows % kMaxRows;
+  if (!kHas32Registers && (rest == 1 || rest == 2)) return std::min(tile * kMaxRows, num_rows);
+  return num_rows * tile / num_tiles;
+}
+
 // Tile::Input       element of the prepared rows
 // Tile::Weight      element of the packed weight
 // Tile::kStepK      k per step: 1, or 32 where a panel is made of tiles
@@ -57,14 +66,13 @@ inline void run_row_tiles(const GemmBlock& block) {
       const PrefetchPlan plan{reinterpret_cast<const char*>(b + (step + steps) * kStepElements),
                               static_cast<int>(kStepBytes / 64 / Tile::kFetches), steps * Tile::kFetches,
                               static_cast<int>(num_tiles), Tile::kIsInOrder};
-      for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {  // tiles of nearly equal height: 7 rows are 3 + 4
-        const int64_t rows = num_rows * (tile + 1) / num_tiles - row;
+      for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        const int64_t row = first_tile_row(tile, num_rows), rows = first_tile_row(tile + 1, num_rows) - row;
         float* tile_sums = sums + row * kPanelWidth;
         Prefetch prefetch = plan.of_pass(static_cast<int>(tile));
         kRun[rows - 1](a + row * a_stride + step * Tile::kStepK, a_stride, b + step * kStepElements, steps, tile_sums,
                        step == 0, prefetch);
         if (step + steps == num_steps) store_finished(args, {block.row_begin + row, rows, panel, bias}, tile_sums);
-        row += rows;
       }
     }
   }

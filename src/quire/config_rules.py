@@ -174,7 +174,6 @@ def _check_lanes(config: EngineConfig) -> None:
         "pipeline_parallel_size": config.pipeline_parallel_size > 1,
         "decode_context_parallel_size": config.decode_context_parallel_size > 1,
         "distributed_executor_backend": config.distributed_executor_backend in ("ray", "external_launcher"),
-        "enable_lora": config.enable_lora,
         "speculative_config": config.speculative_config is not None,
         "slo_itl": config.slo_itl is not None,
     }

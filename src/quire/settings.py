@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from quire.config import EngineConfig, ServerConfig
@@ -55,6 +55,19 @@ _PLANNED_FOR = ("max_num_seqs", "max_num_batched_tokens", "spec_tokens")
 
 
 @dataclass(frozen=True)
+class Interval:
+    """Nine of ten measurements of a predicted value should lie between `low` and `high`.
+
+    Attributes:
+        bound: the resource that takes most of the time.
+    """
+
+    low: float
+    high: float
+    bound: str
+
+
+@dataclass(frozen=True)
 class Setting:
     """A value, its source, and for a formula its numbers."""
 
@@ -64,6 +77,7 @@ class Setting:
     limits: str = ""  # what the setting limits
     is_live: bool = False  # may change while serving
     maximum: int | None = None  # for a setting that can change in a running server: what memory was planned for
+    interval: Interval | None = None  # of a value that is predicted
 
     def as_dict(self) -> dict[str, object]:
         """The fields as JSON shows them."""
@@ -74,19 +88,20 @@ class Setting:
             "limits": self.limits,
             "live": self.is_live,
         }
-        return shown | ({"max": self.maximum} if self.maximum is not None else {})
+        shown |= {"max": self.maximum} if self.maximum is not None else {}
+        return shown | (asdict(self.interval) if self.interval is not None else {})
 
 
 class Record(dict[str, Setting]):
     """Settings by name while they are being settled."""
 
-    def put(self, name: str, value: T, source: Source, detail: str = "") -> T:
+    def put(self, name: str, value: T, source: Source, detail: str = "", interval: Interval | None = None) -> T:
         """Note a value, with the facts of its field, and return it."""
         f = _FIELDS.get(name)
         is_live = f is not None and f.metadata["live"]
         limits = _FURTHER_LIMITS[name] if f is None else f.metadata["limits"]
         maximum = value if name in _PLANNED_FOR and isinstance(value, int) else None
-        self[name] = Setting(value, source, detail, limits, is_live, maximum)
+        self[name] = Setting(value, source, detail, limits, is_live, maximum, interval)
         return value
 
 

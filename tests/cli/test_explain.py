@@ -50,7 +50,14 @@ def test_numbers_of_models(tmp_path: Path, name: str) -> None:
     left = DEVICE.free_memory_bytes - 2 * parameters - work - int(DEVICE.total_memory_bytes * 0.05)
     useful = 2 * 128 * model.max_model_len // 16
     assert blocks == min(left // (16 * kv_bytes), useful)
-    assert settings["expected_tokens_per_second"]["detail"].endswith("assumed; a start measures steps")
+    expected = settings["expected_tokens_per_second"]
+    assert expected["detail"].endswith("assumed; a start measures steps")
+    assert expected["low"] < expected["value"] < expected["high"]
+    text = explanation.text()
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_shared_prefill_tokens"):
+        step = settings[name]["step_seconds"]
+        assert step["low"] < step["value"] < step["high"]
+        assert f", bound by {step['bound']}) for {step['rows']}\n" in text
 
 
 def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
@@ -370,6 +377,7 @@ def test_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
         "live": True,
         "max": 3,
         "next": settings["max_num_seqs"]["next"],
+        "step_seconds": settings["max_num_seqs"]["step_seconds"],
     }
     assert settings["max_num_seqs"]["detail"].startswith("default would be 128")
     expected = {

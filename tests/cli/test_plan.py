@@ -62,6 +62,10 @@ def test_json_of_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     for point in best["points"]:
         assert point["itl_seconds"]["low"] < point["itl_seconds"]["value"] < point["itl_seconds"]["high"]
         assert point["bound"] in ("memory", "arithmetic", "attention", "host", "links")
+    for row in found["candidates"]:
+        rate = row["requests_per_second"]
+        assert rate["low"] < rate["value"] < rate["high"]
+        assert row["bound"] in ("memory", "arithmetic", "attention", "host", "links")
     assert len(found["changes"]) == 3
     workload = found["workload"]
     assert workload["name"] == "chat"

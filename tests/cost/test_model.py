@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cost.arithmetic import Load
+from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, MeasuredStep, fit
 from quire.cost.correct import HALF_COLD_SECONDS, SHORTEST_PAUSE, Correction
 from quire.cost.model import CostModel
 from quire.cost.step_time import MIN_SPREAD, Constants, prior, reading_share, step_seconds
 from quire.cost.store import CalibrationFile
-from tests.cost.models import CONSTANTS, cost_model
+from tests.cost.models import CONSTANTS, cost_model, model_with
 
 MAY_BE_LATE_BY = 20  # frontend/supervisor.py: a step that takes longer than this multiple of its prediction has hung
 ARITHMETIC = cost_model().arithmetic
@@ -42,6 +44,35 @@ def test_what_every_start_has_measured_is_enough_for_health(num_tokens: int, slo
     predicted = cost.predict(load_of(num_tokens)).high
     assert seconds(load_of(num_tokens)) <= MAY_BE_LATE_BY * predicted, "a healthy engine would be killed"
     assert predicted <= MAY_BE_LATE_BY * seconds(load_of(num_tokens)), "a wedge would hardly be noticed"
+
+
+def calls_of_a_step(cost: CostModel, num_rows: int) -> int:
+    """Calls of functions, of Python and of C, for the prediction of a decode and its correction."""
+    calls = itertools.count()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_call"):
+            next(calls)
+
+    starts, counts = list(range(num_rows)), [1] * num_rows
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        load = cost.arithmetic.load(starts, counts, num_rows)
+        predicted = cost.predict(load).seconds
+        cost.observe(load, predicted, 1.02 * predicted)
+    finally:
+        sys.setprofile(before)
+    return next(calls)
+
+
+def test_the_work_of_a_prediction_does_not_grow_with_rows_and_is_little() -> None:
+    """Of a server that has seen steps of ten sizes. A call takes a tenth of a microsecond, and 20 are allowed."""
+    cost = CostModel(StepArithmetic(model_with("full"), "bfloat16", None, "auto"), Fit(CONSTANTS, 0.05))
+    sizes = [1 << size for size in range(10)]
+    for num_rows in (*sizes, *sizes):
+        few = calls_of_a_step(cost, num_rows)
+    assert calls_of_a_step(cost, 1) == calls_of_a_step(cost, 256) == few <= 80
 
 
 def test_it_follows_what_the_machine_does() -> None:

@@ -28,6 +28,7 @@ from tests.distributed.machines import ranks_of
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
 LEAVES_WITHIN = 2.0  # seconds
+NOTE = struct.Struct("=IIQqq")  # what a rank sends to another machine before the bytes of its slot
 
 
 class Make:
@@ -159,6 +160,14 @@ def test_each_rank_gets_its_rows(
             parts = [part_of(each, turn, rows, width + 4, torch.float32)[:, :-4] for each, width in enumerate(widths)]
             expected = torch.cat(parts, 1)
             assert torch.equal(rows_of_rank, expected[owners_T == rank] if turn % 2 else expected)
+
+
+@pytest.mark.parametrize("owner", [-1, 2])
+def test_a_row_of_no_rank_is_refused(groups_of: Make, owner: int) -> None:
+    def run(group: SharedMemoryGroup) -> torch.Tensor:
+        return group.gather_rows(torch.zeros(2, 1), (1, 1), torch.tensor([owner, 0], dtype=torch.int32))
+
+    assert {type(found) for found in together(groups_of(2), run)} == {ValueError}
 
 
 def test_ranks_that_want_other_rows_than_the_others_think_are_told(groups_of: Make) -> None:
@@ -387,16 +396,62 @@ def first_and_socket() -> Iterator[tuple[Ranks, socket.socket]]:
     first.close()
 
 
-@pytest.mark.parametrize("last", ["kind", "length", "end"])
+@pytest.mark.parametrize("last", ["kind", "length", "place", "end"])
 def test_a_machine_that_sends_nonsense(first_and_socket: tuple[Ranks, socket.socket], last: str) -> None:
-    """A note has its kind, the number of the turn, a word and the length of what follows."""
+    """A note has its kind, the number of the turn, a word, and length and place of what follows. Others learn the
+    cause.
+    """
     first, peer = first_and_socket
     kind, num_bytes = (3, 0) if last == "kind" else (0, -1 if last == "length" else 8)
-    peer.sendall(struct.pack("=IIQq", kind, 1, 0, num_bytes) + bytes(4))
+    peer.sendall(NOTE.pack(kind, 1, 0, num_bytes, shared_memory.SLOT_BYTES - 7 if last == "place" else 0) + bytes(4))
     peer.shutdown(socket.SHUT_WR)
     assert first.group is not None
-    with pytest.raises(GroupError, match="rank 1 has failed"):
+    cause = "its connection was closed" if last == "end" else "it has sent something that no rank sends"
+    with pytest.raises(GroupError, match=f"rank 1 has failed: {cause}"):
         first.group.gather(torch.zeros(2, 1), (1, 1))
+    assert first.failing.cause == cause
+
+
+def test_a_machine_gets_only_the_rows_of_its_ranks(first_and_socket: tuple[Ranks, socket.socket]) -> None:
+    """And sends only those of the others."""
+    first, peer = first_and_socket
+    owners_T, columns = torch.tensor([1, 0, 1, 0, 0], dtype=torch.int32), torch.arange(15.0).view(5, 3)
+    assert first.group is not None
+    with ThreadPoolExecutor(1) as thread:
+        gathering = thread.submit(first.group.gather_rows, columns, (3, 1), owners_T)
+        kind, turn, signature, num_bytes, begin = NOTE.unpack(peer.recv(NOTE.size, socket.MSG_WAITALL))
+        sent = torch.frombuffer(bytearray(peer.recv(num_bytes, socket.MSG_WAITALL)), dtype=torch.float32)
+        peer.sendall(NOTE.pack(kind, turn, signature, 12, 0) + struct.pack("=3f", 71, 73, 74))
+        found = gathering.result()
+    assert (num_bytes, begin) == (2 * 12, 3 * 12), "two rows behind the three of the first machine"
+    assert torch.equal(sent.view(2, 3), columns[[0, 2]])
+    assert torch.equal(found, torch.cat((columns[[1, 3, 4]], torch.tensor([[71.0], [73.0], [74.0]])), 1))
+
+
+def test_a_connection_that_fails(first_and_socket: tuple[Ranks, socket.socket]) -> None:
+    """The system's reason is told. The other end closes before it has read what was sent to it."""
+    first, peer = first_and_socket
+    threading.Timer(0.1, peer.close).start()
+    assert first.group is not None
+    with pytest.raises(GroupError, match="rank 1 has failed: its connection has failed: Connection reset by peer"):
+        first.group.gather(torch.zeros(2, 1), (1, 1))
+
+
+def test_a_link_that_ends_is_the_failure_of_the_other_rank() -> None:
+    """Ranks beside this one learn it too, with the cause. So nobody takes this one for the culprit."""
+    ranks = ranks_of(Grid(width=2, num_stages=2, num_nodes=2))
+    behind, before = ranks[3].behind, ranks[1].before
+    assert behind is not None
+    assert before is not None
+    behind.close()
+    with pytest.raises(GroupError, match="rank 3 has failed: the connection was closed"):
+        before.receive(1, 4, torch.float32)
+    assert (ranks[0].failing.failed_rank, ranks[0].failing.cause) == (3, "its connection was closed")
+    assert ranks[0].group is not None
+    with pytest.raises(GroupError, match="rank 3 has failed: its connection was closed"):
+        ranks[0].group.gather(torch.zeros(2, 1), (1, 1))
+    for each in ranks:
+        each.close()
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -111,8 +111,11 @@ def test_of_ranks_that_wait_for_each_other_the_last_one_is_late() -> None:
 
 
 def test_a_rank_of_another_machine_is_late() -> None:
-    """The connection of the one that waits says so."""
-    grid, (ours, theirs) = Grid(1, 2, 2), socket.socketpair()
+    """The connection of the one that waits says so, and has its address."""
+    grid = Grid(1, 3, 3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
     memory = make_memory(grid)
     ranks = ranks_on(memory, 0, grid, {1: ours.detach()}, has_own_cores=False, timeout_seconds=60.0)
     os.close(memory)
@@ -122,7 +125,7 @@ def test_a_rank_of_another_machine_is_late() -> None:
     assert ranks.whereabouts.late([1]) == {1: "does not answer"}, "nobody here waits for what it sends"
     waiting = in_background(lambda: before.receive(1, 1, torch.float32))
     assert wait_for(lambda: ranks.whereabouts.late([0, 1]) == {1: "has sent nothing"})
-    assert ranks.whereabouts.name(1) == "on another machine"
+    assert [ranks.whereabouts.name(rank) for rank in (1, 2)] == ["on 127.0.0.1", "on another machine"]
     theirs.close()
     waiting.join()
     assert ranks.whereabouts.late([1]).keys() == {1}
@@ -149,4 +152,4 @@ def test_ranks_that_are_late_at_once() -> None:
     other = 2 if blamed == 1 else 0  # waits for the one that is not blamed
     assert isinstance(caught[2 - other], RankLate)
     assert type(caught[other]) is GroupError
-    assert str(caught[other]) == f"rank {blamed} has failed"
+    assert str(caught[other]) == f"rank {blamed} has failed: it did not come in time"

@@ -66,12 +66,16 @@ def test_terminal() -> None:
     assert SGR.search(terminal.written), "no colours on a terminal"
     assert "Traceback" not in terminal.written
 
-    settings = {name: setting["value"] for name, setting in config["settings"].items()}
+    shown = config["settings"]
+    settings = {name: setting["value"] for name, setting in shown.items()}
     memory = next(line for line in lines if line.startswith("  memory"))
     assert memory[12:] == MemorySummary.of(settings).plan()
-    expect = next(line for line in lines if line.startswith("  expect"))
-    one, total = settings["expected_tokens_per_second"], settings["expected_total_tokens_per_second"]
-    assert f"1 user {one:,.0f} tok/s · {settings['max_num_seqs']} users about {total:,.0f} together, " in expect
+    place = next(index for index, line in enumerate(lines) if line.startswith("  expect"))
+    one, total = (shown[f"expected_{name}"] for name in ("tokens_per_second", "total_tokens_per_second"))
+    users = settings["max_num_seqs"]
+    for line, words, rate in zip(lines[place:], ("1 user", f"{users} users together"), (one, total), strict=False):
+        interval = f"({rate['low']:,.0f}-{rate['high']:,.0f}, bound by {rate['bound']})"
+        assert line[12:] == f"{words} {rate['value']:,.0f} tok/s {interval}"
 
 
 def test_screen_explain_and_config_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +205,9 @@ def test_json() -> None:
     for name in ("weight_bytes", "kv_cache_bytes", "work_bytes", "unplanned_bytes", "num_blocks"):
         assert ready["memory"][name] == config[name]["value"], name
     one, together, waited_share = (ready["expected"][name] for name in first_screen.EXPECTED)
-    assert min(one, together) > 0
+    for rate, name in zip((one, together), first_screen.EXPECTED, strict=False):
+        assert 0 < rate["low"] < rate["value"] < rate["high"]
+        assert rate.items() <= config[name].items()
     assert 0 <= waited_share <= 1, "it is 0 on an idle machine"
     assert ready["chosen"]["num_threads"] == {"value": 1, "source": "flag"}
     (drain,) = (record for record in records if record["message"].startswith("finishing "))

@@ -90,7 +90,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Serve]:
 
 
 def test_every_kind_of_answer(server: Serve) -> None:
-    """With one engine, and with two, of which one goes on."""
+    """With one engine, and with two: then the other one goes on."""
     undisturbed = all_streamed(server, kills=False)
     usages = {name: answer["usage"]["completion_tokens"] for name, answer in undisturbed.items()}
     assert all(count >= LENGTH - 5 for count in usages.values()), usages

@@ -206,6 +206,27 @@ def test_logits_of_a_verifying_step_are_those_of_single_steps(precision: str, mo
     assert torch.equal(verified_RV, single_RV)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_logits_behind_a_wrong_draft_may_be_anything(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not numbers: no token reads them, so the request goes on, and nothing is reported."""
+    _, model = demo_model("bfloat16", None, IS_FULL)
+    compute_logits, num_behind = model.compute_logits, 0
+
+    def spoilt(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
+        nonlocal num_behind
+        logits_RV = compute_logits(hidden_RD, adapter_slots_R)
+        num_behind += len(logits_RV) - 1
+        logits_RV[1:] = torch.nan  # one request: its rows after the first follow a draft, and every draft is wrong
+        return logits_RV
+
+    wanted = {name: expected(name) for name in ("greedy", "random", "logprobs of tokens")}
+    monkeypatch.setattr(model, "compute_logits", spoilt)
+    for name, answer in wanted.items():
+        core = build_core(Schedule(proposer=guesser(0.0, longest=4), depth=depth, waits=True), "bfloat16")
+        assert answers(core, [name]) == {name: answer}
+    assert num_behind > 50
+
+
 def steps_of(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[torch.Tensor], list[int], list[int], list[int]]:

@@ -13,7 +13,7 @@ from quire.engine.deterministic import DeterministicExecutor
 from quire.engine.warm_up import MOST_DISTURBED_SECONDS, MOST_SECONDS, MOST_TOKENS, produce_tokens
 from quire.metrics.stopwatch import BUSY_SHARE, Lap, Stopwatch, busy_machine
 from quire.model_config import load_model_config
-from quire.planning.expectation import expectation
+from quire.planning.expectation import expectation, longest_steps
 from quire.resolve import DeviceFacts, resolve
 from quire.screen.first_screen import _expectation
 from tests.cost.models import cost_model
@@ -44,14 +44,21 @@ def test_rates_from_predicted_steps() -> None:
     for name, count in (("expected_tokens_per_second", 1), ("expected_total_tokens_per_second", 5)):
         step = cost.predict(cost.arithmetic.load([16] * count, [1] * count, count))
         assert settings[name].value == pytest.approx(count / step.seconds, rel=0.005)
-        assert f"bound by {step.bound}; steps were measured" in settings[name].detail
-        assert f"between {count / step.high:.3g} and {count / step.low:.3g}" in settings[name].detail
+        interval = settings[name].interval
+        assert interval is not None
+        assert (interval.low, interval.high) == pytest.approx((count / step.high, count / step.low), rel=0.005)
+        assert interval.bound == step.bound
+        shown = f"between {interval.low:,g} and {interval.high:,g}, bound by {step.bound}; steps were measured"
+        assert shown in settings[name].detail
     assert settings["expectation_waited_share"].value == 0.0
     prompt = cost.predict(cost.arithmetic.load([0], [1000], 1))
     assert settings["expected_ttft"].value == pytest.approx(prompt.seconds, rel=0.005)
+    shown = settings["expected_ttft"].as_dict()
+    assert (shown["low"], shown["high"]) == pytest.approx((prompt.low, prompt.high), rel=0.005)
+    assert shown["bound"] == prompt.bound
     assert settings["expected_ttft"].detail == (
         "seconds, for a prompt of 1,000 tokens alone, in steps of at most 2,048; "
-        f"between {prompt.low:.3g} and {prompt.high:.3g}, bound by {prompt.bound}; steps were measured"
+        f"between {shown['low']:,g} and {shown['high']:,g}, bound by {prompt.bound}; steps were measured"
     )
     assert prompt.bound != cost.predict(cost.arithmetic.load([16], [1], 1)).bound
 
@@ -116,9 +123,47 @@ def test_a_busy_machine_is_named_on_the_screen() -> None:
     setting = expectation(RESOLVED, cost_model(), "", 0.64)["expectation_waited_share"]
     assert setting.value == 0.64
     assert "the machine is busy" in setting.detail
-    screen = list(_expectation(50.0, 80.0, setting.value, 5))
-    assert " ".join(screen[1:]) == (
+    assert " ".join(_screen(waited=setting.value)[1:]) == (
         "the machine is busy: this was measured with a core for 36% of the time; expect more when idle"
     )
-    assert len(list(_expectation(50.0, 80.0, BUSY_SHARE, 5))) == 1
+    assert len(_screen(waited=BUSY_SHARE)) == 1
     assert busy_machine(BUSY_SHARE) is None
+
+
+def _screen(waited: float = 0.0, num_users: int = 1) -> list[str]:
+    """The lines of the first screen about rates."""
+    of_one = {"value": 50.2, "low": 45.1, "high": 55.9, "bound": "memory"}
+    of_all = {"value": 1230.0, "low": 820.0, "high": 1850.0, "bound": "arithmetic"}
+    return list(_expectation(of_one, of_all, {"value": waited}, {"value": num_users}))
+
+
+def test_the_screen_says_the_interval_and_what_binds() -> None:
+    assert _screen() == ["1 user 50 tok/s (45-56, bound by memory)"]
+    assert _screen(num_users=128) == [
+        "1 user 50 tok/s (45-56, bound by memory)",
+        "128 users together 1,230 tok/s (820-1,850, bound by arithmetic)",
+    ]
+
+
+def test_the_longest_steps_that_settings_allow() -> None:
+    """A context of the demo model has 2,048 tokens, so a step of 2,148 tokens has two prompts."""
+    config = EngineConfig(max_num_seqs=5, max_num_batched_tokens=2148, max_shared_prefill_tokens=96)
+    device = DeviceFacts("cpu", "test", "avx2", 1, 1 << 36, 1 << 36)
+    resolved = resolve(config, load_model_config(quire.demo.path()), device, is_server=True)
+    cost = cost_model()
+    load = cost.arithmetic.load
+    loads = {
+        "max_num_seqs": load([16] * 5, [1] * 5, 5),
+        "max_num_batched_tokens": load([0, 0], [2048, 100], 2),
+        "max_shared_prefill_tokens": load([*([1023] * 8), 0], [*([1] * 8), 96], 9),
+    }
+    steps = {step.setting: step for step in longest_steps(resolved, cost)}
+    assert {name: step.time for name, step in steps.items()} == {
+        name: cost.predict(each) for name, each in loads.items()
+    }
+    shared = steps["max_shared_prefill_tokens"]
+    assert shared.text().endswith(f", bound by {shared.time.bound}) for {shared.rows}")
+    assert shared.rows == "96 tokens of prompts beside 8 answers of 1,024 tokens"
+    assert shared.as_dict()["low"] == pytest.approx(shared.time.low, rel=0.001)
+    in_order = replace(resolved, scheduler=replace(resolved.scheduler, max_shared_prefill_tokens=0))
+    assert [step.setting for step in longest_steps(in_order, cost)] == list(loads)[:2]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import signal
 import socket
 import subprocess
@@ -51,9 +53,11 @@ if "lost" in sys.argv:
     import signal
     from quire.distributed.shared_memory import SharedMemoryGroup
     def end(*arguments):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if "stopped" in sys.argv else signal.SIGKILL)
     if rank == "1":
         SharedMemoryGroup.gather_to = end
+    if "outside" in sys.argv and rank == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
     llm.generate([[5, 7, 9, 11]], params)
 """
 
@@ -71,7 +75,7 @@ def expected() -> list[Any]:
 
 
 def together(folder: Path, num_ranks: int, *more: str, **sizes: Any) -> list[tuple[int, str]]:
-    """The exit code and the errors of each rank."""
+    """The exit code and the errors of each rank. Others that are stopped are killed when the first one has ended."""
     own = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": str(folder), "MASTER_PORT": str(os.getpid())}
     words = [sys.executable, *commands(folder, **sizes), *more]
     processes = [
@@ -79,7 +83,11 @@ def together(folder: Path, num_ranks: int, *more: str, **sizes: Any) -> list[tup
         for rank in range(num_ranks)
     ]
     try:
-        texts = [process.communicate(timeout=100)[1] for process in processes]
+        texts = [processes[0].communicate(timeout=100)[1]]
+        for process in processes[1:]:
+            if "stopped" in more:
+                process.kill()
+            texts.append(process.communicate(timeout=100)[1])
     finally:
         for process in processes:
             process.kill()
@@ -114,11 +122,21 @@ def test_ranks_with_different_requests_end(tmp_path: Path) -> None:
         assert "Rank 1 has scheduled something else than rank 0" in text
 
 
-def test_a_rank_that_is_killed_in_an_exchange(tmp_path: Path) -> None:
-    """The other one waits for it there, and learns of its end by its connection: 600 s would be the limit."""
-    (first, text), (second, _) = together(tmp_path, 2, "lost", pipeline_parallel_size=2)
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["lost"], "its connection was closed"),
+        (["lost", "stopped"], "its process was stopped by a signal"),
+        pytest.param(["lost", "stopped", "outside"], "its process was stopped by a signal", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_lost(words: list[str], cause: str, tmp_path: Path) -> None:
+    """The other one waits for it in an exchange or outside, where 600 s would be the limit. It says who is lost."""
+    (first, text), (second, _) = together(tmp_path, 2, *words, pipeline_parallel_size=2)
     assert (first, second) == (1, -signal.SIGKILL)
-    assert "rank 1 has failed" in text or "Rank 1 has ended" in text
+    place = rf"process \d+ on {re.escape(platform.node())}"
+    assert re.search(rf"rank 1 has failed: {cause}. Rank 1 is {place}|Rank 1 \({place}\) has (failed|ended): ", text)
+    assert cause in text or "the connection was closed" in text
 
 
 @pytest.mark.parametrize(("visible", "own"), [("GPU-abc", "GPU-abc"), ("4,5", "5"), ("", "")])
@@ -188,14 +206,17 @@ def test_torchrun_on_two_machines(sizes: dict[str, int], tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "num_stages"), [(2, 2), (4, 1)])
-def test_two_ranks_of_a_stage_on_each_of_two_machines(
-    width: int, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("width", "num_stages", "num_local"), [(2, 2, 2), (4, 1, 2), (2, 2, 1)])
+def test_ranks_of_a_stage_on_several_machines(
+    width: int, num_stages: int, num_local: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("QUIRE_CLUSTER_KEY", KEY), ("LOCAL_WORLD_SIZE", "2")):
+    """With one rank on each, the last stage is on two machines, and a head drafts there."""
+    for name, value in (("QUIRE_CLUSTER_KEY", KEY), ("LOCAL_WORLD_SIZE", str(num_local))):
         monkeypatch.setenv(name, value)
     (own_port,) = free_ports(1)
     sizes: dict[str, Any] = {"tensor_parallel_size": width, "pipeline_parallel_size": num_stages}
+    if num_local == 1:
+        sizes["speculative_config"] = {"method": "eagle3", "model": str(quire.demo.path("eagle3"))}
     ended = together(tmp_path, 4, master_addr="127.0.0.2", master_port=own_port, **sizes)
     assert [code for code, _ in ended] == [0] * 4, ended
     check_answers(tmp_path, 4)

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from quire import LLM
 from quire.engine.core import EngineCore
-from quire.formats.kv_groups import kv_groups, pages_for
+from quire.formats.kv_format import KV_FORMATS
+from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
@@ -77,6 +79,20 @@ def poison(core: EngineCore, step: int) -> None:
     """NaN in all memory that no request holds."""
     runner: Any = core.executor
     runner.cache.pages[core.scheduler.kv.pool.free_blocks()] = 255
+
+
+def test_planned_bytes_are_the_allocated_ones(tmp_path: Path) -> None:
+    """Of a whole start; the plan counts pages of all groups."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    wanted = (1 << 20) + 12_345
+    llm = LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, kv_cache_memory_bytes=wanted, num_threads=1)
+    core: Any = llm.llm_engine.core
+    pages, memory = core.executor.workers[0].runner.cache.pages, llm.resolved.memory
+    size = page_bytes(kv_groups(llm.model_config), KV_FORMATS["bfloat16"], llm.resolved.model.block_size)
+    assert pages.shape == (memory.num_blocks, size)
+    assert pages.nbytes == memory.kv_cache_bytes
+    assert wanted - size < pages.nbytes <= wanted
+    assert core.scheduler.kv.pool.num_blocks == memory.num_blocks
 
 
 def test_the_prompts_exercise_the_matrix() -> None:

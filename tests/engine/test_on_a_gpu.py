@@ -44,11 +44,17 @@ def runner_of(started: StartedEngine) -> ModelRunner:
     return runner
 
 
-def start(**arguments: Any) -> StartedEngine:
+def start(drafter_folder: Path | None = None, **arguments: Any) -> StartedEngine:
     settings = {"device": "cuda", "max_num_seqs": 24, "gpu_memory_utilization": 0.2} | arguments
     config = EngineConfig.from_kwargs(**settings)
     folder = Path(quire.demo.path("target"))
-    return start_engine(config, folder, is_server=False, progress=lambda phase, share, detail: None)
+    return start_engine(
+        config,
+        folder,
+        is_server=False,
+        progress=lambda phase, share, detail: None,
+        drafter_folder=drafter_folder,
+    )
 
 
 @contextmanager
@@ -149,6 +155,32 @@ def test_sameness(dtype: str, deterministic: bool, schedule: dict[str, Any], mon
                 core.scheduler.preempt_last()
 
         assert run(core, prompts(), before_step=preempt, prefix=f"preempted before {at_step} ") == alone
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+def test_drafts_change_no_token(method: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 with --deterministic: a verifying step has the bits of single steps."""
+    monkeypatch.setattr(gpu, "_is_deterministic", False)  # restored afterwards: an engine only ever sets it
+    given: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "async_scheduling": depth == 2}
+    expected = run(start(**given).core, prompts())
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    folder = None
+    if method == "ngram":
+        speculation |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    else:
+        folder = Path(quire.demo.path("draft" if method == "draft_model" else method))
+        speculation["model"] = str(folder)
+    core, num_drafts, num_held = start(folder, speculative_config=speculation, **given).core, 0, 0
+
+    def count(core: EngineCore, step: int) -> None:
+        nonlocal num_drafts, num_held
+        if core.last_record is not None:
+            num_drafts += core.last_record.num_draft_tokens
+            num_held += core.last_record.num_accepted_tokens
+
+    assert run(core, prompts(), before_step=count) == expected
+    assert 0 < num_held < num_drafts
 
 
 @pytest.mark.skipif(flashinfer_version() is None, reason="FlashInfer is not installed")

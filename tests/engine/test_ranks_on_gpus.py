@@ -78,6 +78,8 @@ class GpuRank(DeviceWorker):
 
 
 # Of the ranks of the engines that have started, by arguments: a fifth of a start on these devices is the measurement.
+# Tests may share it: a rank measures in its start, and no test changes what it measures. A test that changes the memory
+# of a GPU changes GpuRank.facts, which are asked in each start.
 _measured: dict[str, list[Measured]] = {}
 
 

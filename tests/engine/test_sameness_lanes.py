@@ -19,6 +19,7 @@ from quire.engine.start import StartedEngine
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.messages import AddRequest
+from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
 from quire.schedule import RowsFailedError
 from quire.worker import expert_balancer
@@ -26,6 +27,9 @@ from tests.engine.harness import run
 from tests.engine.ranks import fail_at, started
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_ranks import Answer, answers, of_ranks
+from tests.engine.test_sameness_ranks_lora import LORA
+from tests.engine.test_sameness_ranks_lora import tokens as with_adapters
+from tests.lora.adapters import random_tensors, write_adapter
 from tests.models.test_families import CASES, random_hf_model
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -236,12 +240,28 @@ def test_experts_that_move_between_lanes(
     engine.core.shutdown()
 
 
+@pytest.mark.parametrize(("width", "most"), [(1, {}), (2, {"max_loras": 1, "max_cpu_loras": 1})])
+def test_adapters(width: int, most: dict[str, int], folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Each lane has all of an adapter. If there is one place for adapters, requests of all lanes take turns."""
+    folder = folder_of("qwen3_moe")
+    config, modules = load_model_config(folder), (("q_proj", "o_proj", "lm_head"), ("k_proj", "v_proj", "embed_tokens"))
+    adapters = [
+        write_adapter(tmp_path / str(seed), random_tensors(config, 8, modules=each, seed=seed, size=0.2), rank=8)
+        for seed, each in enumerate(modules)
+    ]
+    one, several = started(1, folder, **LIMITS, **LORA), started(width, folder, **LIMITS, **LORA, **TWO, **most)
+    wanted = with_adapters(one, adapters)
+    assert wanted != run(one.core, brief(), prefix="base"), "the adapters change nothing"
+    assert with_adapters(several, adapters) == wanted
+    several.core.shutdown()
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not go together with experts"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size does not go together with experts"),
-        ({"enable_lora": True}, "--enable-lora does not go together"),
+        ({"enable_lora": True}, "a rank does not know the adapters of other lanes' rows"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config does not go"),
         ({"slo_itl": 1.0}, "--slo-itl does not go together"),
         ({"distributed_executor_backend": "external_launcher"}, "--distributed-executor-backend does not go"),

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from quire import demo
 from quire.kernels import cpu
 from quire.worker import expert_balancer
 from tests.engine.harness import two_layers
 from tests.engine.ranks import started, watch_recordings
 from tests.engine.test_sameness_ranks import FORMS, answers, expected_of_two_layers, of_ranks
+from tests.engine.test_sameness_ranks_drafters import drafted, of_one
 from tests.engine.test_sameness_ranks_families import LIMITS, VOCABULARY
+from tests.engine.test_sameness_ranks_lora import LORA, tokens, write
+from tests.engine.test_sameness_stages_drafters import engine_with
 from tests.models.test_families import CASES, random_hf_model
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -43,6 +47,18 @@ def test_steps_are_recorded(more: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     assert of_ranks(2, two_layers(), nnodes=2, **more) == expected_of_two_layers("bfloat16", cpu.isa())
     assert recorded, "no step was recorded"
     assert all(recorded)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_drafter_and_adapters_in_stages(method: str, tmp_path: Path) -> None:
+    """The last of two stages is on two machines, and so is the drafter."""
+    adapters = write(tmp_path, demo.path("target"))
+    engine = engine_with(method, width=2, num_stages=2, nnodes=4, **LORA)
+    assert tokens(engine, adapters) == tokens(started(1, **LORA), adapters)
+    found, num_drafts, num_held = drafted(engine)
+    engine.core.shutdown()
+    assert found == of_one()
+    assert num_drafts > num_held > 5
 
 
 def test_whole_experts_that_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

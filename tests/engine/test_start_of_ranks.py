@@ -18,7 +18,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.distributed.group import GroupError
 from quire.distributed.layout import Grid
-from quire.engine import external, process, ranks
+from quire.engine import external, node_process, process, ranks
 from quire.engine.nodes import Joined
 from quire.engine.process import EngineProcess
 from quire.engine.rank_messages import Failed, RankLaunch, encode
@@ -37,11 +37,12 @@ class Told:
 
     failed_rank: int | None = None
     own_reason: EngineDeadError | None = None
+    cause = ""
 
     def __init__(self) -> None:
         self.ranks: list[int] = []
 
-    def fail_for(self, rank: int, reason: EngineDeadError | None = None) -> None:
+    def fail_for(self, rank: int, reason: EngineDeadError | None = None, cause: int = 0) -> None:
         self.ranks.append(rank)
 
 
@@ -84,8 +85,11 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
     orders, adapters, told = Pipe(), Pipe(), Told()
     rank = ranks.RemoteRank(1, Grid(1, 2, 2), told, orders[0], adapters[0], home, None)  # type: ignore[arg-type]
     rank.check_alive()
-    told.failed_rank = 1
-    with pytest.raises(EngineDeadError, match=r"Rank 1 of 2, in stage 0 of 2 \(on 127.0.0.1\) has failed"):
+    told.failed_rank, told.cause = 1, "its connection was closed"
+    with pytest.raises(
+        EngineDeadError,
+        match=r"Rank 1 of 2, in stage 0 of 2 \(on 127.0.0.1\) has failed: its connection was closed",
+    ):
         rank.check_alive()
     told.failed_rank = None
     adapters[1].send_bytes(encode(Failed.of(AdapterNotFoundError("There is no adapter here", fix="Copy it"))))
@@ -93,7 +97,10 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
         rank.load_adapter("adapter", None, False).result()
     theirs.close()
     assert wait_for(rank._is_lost)
-    with pytest.raises(EngineDeadError, match=r"Rank 1 of 2, in stage 0 of 2 \(on 127.0.0.1\) is lost"):
+    with pytest.raises(
+        EngineDeadError,
+        match=r"\(on 127.0.0.1\) is lost: the connection to its node has ended \(the connection was clo",
+    ):
         rank.check_alive()
     rank.close()
 
@@ -156,15 +163,29 @@ def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
         theirs.close()
 
 
+def test_a_node_says_how_it_has_lost_node_0(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.send(b"unread")
+        theirs.close()
+        assert node_process._watch({}, ours, {}) == 0
+    assert "node 0 is lost: the connection to it has failed ([Errno 104] Connection reset by peer)" in caplog.text
+
+
 def test_what_waits_in_vain_says_what_it_was_doing() -> None:
     told: list[int] = []
-    ranks: Any = SimpleNamespace(rank=2, fail=lambda: told.append(2), own_failure=None)
+    failing, places = SimpleNamespace(failed_rank=1), SimpleNamespace(name=lambda rank: f"process {rank} on host-a")
+    ranks: Any = SimpleNamespace(
+        rank=2, fail=lambda: told.append(2), own_failure=None, failing=failing, whereabouts=places
+    )
     worker = DeviceWorker(None, ignore, ranks=ranks)  # type: ignore[arg-type]
     with (
-        pytest.raises(PeerLostError, match=r"Rank 2 cannot go on with a step: rank 1 did not come within 600 s"),
+        pytest.raises(
+            PeerLostError, match=r"^Rank 2 cannot go on with a step: rank 1 has failed\. Rank 1 is process 1 on h"
+        ),
         worker._as_rank("a step", in_step=True),
     ):
-        raise GroupError("rank 1 did not come within 600 s (--distributed-timeout-seconds)")
+        raise GroupError("rank 1 has failed")
     assert told == [2]
 
 

@@ -39,8 +39,9 @@ class NoFailing:
 
     failed_rank = None
     own_reason = None
+    cause = ""
 
-    def fail_for(self, rank: int, reason: EngineDeadError | None = None) -> None:
+    def fail_for(self, rank: int, reason: EngineDeadError | None = None, cause: int = 0) -> None:
         raise AssertionError("no rank fails")
 
 

@@ -160,10 +160,10 @@ def test_a_small_model_has_replicas_and_a_large_one_is_shared(tmp_path: Path) ->
     (alone, *_), (faster, *_) = (points(row) for row in (replicas, shared))
     assert faster[1].itl.value < alone[1].itl.value
     text = _plan(found).text()
-    interval = r"[\d.,]+ \([\d.,]+-[\d.,]+\)"
+    interval, bound = r"[\d.,]+ \([\d.,]+-[\d.,]+\)", r"[\d.,]+ \([\d.,]+-[\d.,]+, (memory|arithmetic|links)\)"
     assert re.search(r"\ncopies +requests/s +one alone: TTFT ms +ITL ms\n", text)
-    assert re.search(rf"\n +2 replicas on 1 device each +{interval} +{interval} +{interval}\n", text)
-    assert re.search(rf"\n +one copy on 2 devices +{interval} +{interval} +{interval}\n", text)
+    assert re.search(rf"\n +2 replicas on 1 device each +{bound} +{bound} +{bound}\n", text)
+    assert re.search(rf"\n +one copy on 2 devices +{bound} +{bound} +{bound}\n", text)
     assert re.search(rf"\n1 +{interval} +{interval} +{interval} +{interval} +memory\n", text)
     assert (
         "\nFirst tokens are bound by arithmetic.\nAt least nine of ten measurements should lie in their intervals.\n"
@@ -173,6 +173,31 @@ def test_a_small_model_has_replicas_and_a_large_one_is_shared(tmp_path: Path) ->
     large = candidates_of(write_config(tmp_path, "Llama-3-70B"), "h100x2")
     (row,) = rows_of(large, weights="bfloat16", kv="auto", degree=2)
     assert large.cuts_of(row) == [row], "it fits no single device"
+
+
+def test_the_ranking_says_intervals_and_what_binds(tmp_path: Path) -> None:
+    """The interval of requests/s is that of tokens/s and of prices."""
+    found = candidates_of(write_config(tmp_path, "Llama-3.1-8B"), "h100x2,l4", prices=(2.5, 0.8))
+    lines = _plan(found).text().splitlines()
+    head = next(index for index, line in enumerate(lines) if line.startswith("hardware  weights"))
+    assert re.split("  +", lines[head])[-5:] == ["requests/s", "tokens/s", "per M", "bound by", "meets it"]
+    said = next(
+        index for index, line in enumerate(lines) if line.endswith(" lie within the same factor as requests/s.")
+    )
+    number = r"[\d.,]+"
+    rate = re.compile(rf"  ({number} \({number}-{number}\)) +{number} +{number} +(\w+) +(yes|likely|no)$")
+    rows = [rate.search(line) for line in lines[head + 1 : said - 1]]
+    shown = [row.groups() for row in rows if row is not None]
+    assert len(shown) == len(rows) >= 8
+    best, price = found.rows[0], found.rows[0].price_per_million()
+    assert best.best_point is not None
+    assert price is not None
+    assert shown[0] == (best.rate.text(), best.best_point.bound, best.verdict)
+    tokens = best.best_point.tokens_per_second
+    factors = [each.high / each.value for each in (best.rate, tokens, price)]
+    factors += [each.value / each.low for each in (best.rate, tokens, price)]
+    assert factors == pytest.approx([factors[0]] * 6)
+    assert {bound for _, bound, _ in shown} == {"memory", "arithmetic"}
 
 
 def test_the_number_of_copies_may_be_given(tmp_path: Path) -> None:
@@ -397,7 +422,9 @@ def test_devices_that_meet_a_rate(tmp_path: Path) -> None:
     alone = candidates_of(folder, "l4", demand=demand)
     assert alone.best is not None
     needed = math.ceil(100 / alone.best.requests_per_second)
-    assert next(_plan(alone)._changes()).startswith(f"{needed} such devices: {needed} copies, ")
+    assert alone.best.best_point is not None
+    served = (alone.best.rate * needed).text(alone.best.best_point.bound)
+    assert next(_plan(alone)._changes()) == f"{needed} such devices: {needed} copies, {served} of 100 requests/s"
     for count, is_enough in ((needed, True), (needed - 1, False)):
         best = candidates_of(folder, f"l4x{count}", degree=1, demand=demand).best
         assert best is not None
@@ -426,13 +453,13 @@ def test_nothing_fits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hardware", ["h100x2,l40s", "rtx-pro-6000x8,h100-nvlx16", "l4"])
 def test_lines_are_readable(hardware: str, tmp_path: Path) -> None:
-    """At 100 columns, but for commands that are to be copied."""
+    """At 120 columns, but for commands that are to be copied."""
     goals = Goals(request_rate=10, ttft=1, itl=0.05)
     for name in ("Llama-3-70B", "Qwen3-0.6B"):
         demand = Demand(CHATS.lengths, goals)
         found = candidates_of(write_config(tmp_path, name), hardware, demand=demand, prices=(2.5,))
         text = _plan(found).text()
-        long = [line for line in text.splitlines() if len(line) > 100 and "quire " not in line]
+        long = [line for line in text.splitlines() if len(line) > 120 and "quire " not in line]
         assert not long
         assert "nothing of Quire has run on a GPU yet" in text
 

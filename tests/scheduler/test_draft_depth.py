@@ -98,7 +98,7 @@ def test_requests_that_are_alike_share_their_rates(held: Sequence[int], rate: fl
 
 @pytest.mark.parametrize(("weight", "num_drafts"), [(12, 60), (20, 20), (40, 150)])
 def test_the_weight_of_the_rate_of_all_is_found_again(weight: int, num_drafts: int) -> None:
-    """The rates of requests are drawn from a beta distribution that is worth so many drafts. Old ones are forgotten."""
+    """Rates of requests are drawn from a beta distribution with a weight of `weight` drafts. Old ones are forgotten."""
     draw, requests = Random(0), []
     for _ in range(3000):
         own, acceptance = draw.betavariate(0.7 * weight, 0.3 * weight), Acceptance(MEMORY)
@@ -218,7 +218,7 @@ COSTS = {"bfloat16": BFLOAT16, "int4": INT4, "arithmetic": ARITHMETIC}
 DRAFTERS = {"text": None, "model": DrafterTime(2.5e-3)}
 
 
-@pytest.mark.parametrize("num_requests", [1, 8, 32, 64])
+@pytest.mark.parametrize("num_requests", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("costs", COSTS)
 def test_a_drafter_that_is_always_wrong_costs_little(costs: str, drafter: str, num_requests: int) -> None:

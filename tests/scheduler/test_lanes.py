@@ -13,10 +13,12 @@ from quire.engine.deterministic import DeterministicExecutor
 from quire.formats.kv_groups import ONE_LAYER
 from quire.messages import AddRequest, RequestDelta, SetLimits
 from quire.schedule import LaneUse, Pending, RowsFailedError, ScheduledBatch, StepResult
+from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.lanes import Lanes
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.queue import ORDER_KEYS
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import VOCAB_SIZE, expected, request
 
@@ -32,6 +34,7 @@ class Engine:
         depth: int = 1,
         failure: Callable[[ScheduledBatch], Exception | None] = lambda batch: None,
         on_begun: OnBegun = lambda request_ids: None,
+        adapters: Callable[[], AdapterTurns | None] = lambda: None,
         **limits: Any,
     ) -> None:
         bounds = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 60} | limits
@@ -46,6 +49,7 @@ class Engine:
                         depth=depth,
                         enable_prefix_caching=True,
                     ),
+                    adapters=adapters(),
                     clock=lambda: 0.0,
                 )
                 for _ in range(num_lanes)
@@ -118,6 +122,34 @@ def test_requests_get_their_tokens_in_any_lane(depth: int) -> None:
         assert all(own.lane_tokens == counts for own in batch.lanes)
         assert batch.num_tokens == sum(counts) > 0
     assert any(not own.request_ids for batch in engine.batches for own in batch.lanes), "no lane was idle"
+
+
+def test_adapters_take_turns_in_all_lanes_together() -> None:
+    """There is one place, although each lane would begin with another adapter. If an adapter is lost, the requests that
+    wait for it end in each lane, and no others.
+    """
+    engine = Engine(adapters=lambda: AdapterTurns(1, ORDER_KEYS["fcfs"], {"first", "second"}.__contains__))
+    names = ["first", "second", "lost", None]
+    places = [(index, index % 2) for index in range(16)]
+    messages = [
+        request(f"r{index}", [index] * 5, 6, adapter=names[(index // 2 + lane) % 4], lane=lane)
+        for index, lane in places
+    ]
+    engine.add(*messages)
+    assert len({each.sequence for each in engine.lanes.requests}) == len(messages), "their order needs one number each"
+    waiting = {message.request_id for message in messages if message.adapter == "lost"}
+    assert {engine.where(request_id) for request_id in waiting} == {0, 1}
+    while engine.core.has_work():
+        engine.step()
+        deltas = engine.lanes.fail_waiting("lost", "it is gone") if len(engine.batches) == 2 else []
+        assert {delta.request_id for delta in deltas if delta.error == "it is gone"} == (waiting if deltas else set())
+    assert len(engine.batches) > 2
+    adapter_of = {message.request_id: message.adapter for message in messages}
+    used = [{adapter_of[request_id] for request_id in batch.request_ids} - {None} for batch in engine.batches]
+    assert {len(each) for each in used} == {1}
+    for message in messages:
+        wanted = [] if message.request_id in waiting else expected(message)[0]
+        assert engine.tokens(message.request_id) == wanted
 
 
 def test_a_lost_request_of_any_lane_is_begun() -> None:

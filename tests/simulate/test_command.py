@@ -21,6 +21,7 @@ from quire.model_config import load_model_config
 from quire.planning import devices
 from quire.planning.step_costs import calibration_file
 from quire.resolve import resolve
+from quire.simulate.load import Totals
 from quire.simulate.run import _intervals
 from tests.cost.models import CONSTANTS
 from tests.e2e.serving import Program
@@ -58,6 +59,12 @@ def test_the_report_is_that_of_bench_serve_and_says_that_it_is_simulated(simulat
     assert (result["completed"], result["failed"], result["num_prompts"]) == (30, 0, 30)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (30 * 40, 30 * 20)
     assert result["request_goodput"] == result["request_throughput"]
+    intervals = result["simulated"]["intervals"]
+    times = {f"{which}_{name}_ms" for which in ("mean", "median", "p99") for name in ("ttft", "tpot", "itl", "e2el")}
+    rates = {"request_throughput", "request_goodput", "output_throughput", "total_token_throughput"}
+    assert intervals.keys() == times | rates | {"num_preemptions", "prefix_cache_hits"}
+    for name, (low, high) in intervals.items():
+        assert low <= result.get(name, result["simulated"].get(name, low)) <= high, name
     assert text.startswith("============ Simulated Serving Result ============\n")
     assert "\nsimulated, no model was loaded; step times: assumed" in text
     assert "\nPreemptions: " in text
@@ -137,7 +144,7 @@ def test_the_interval_of_a_result_is_that_of_its_steps_and_queues(simulated: Any
     resolved = resolve(EngineConfig(device="cpu"), model, device, is_server=True)
     calibration_file(resolved, model, device).write(Fit(CONSTANTS, 0.25))
     text, alone = simulated(*SMALL, "--max-concurrency", "1")
-    keys = ("request_throughput", "output_throughput", "mean_ttft_ms", "median_itl_ms", "median_e2el_ms")
+    keys = ("request_throughput", "output_throughput", "mean_ttft_ms", "median_itl_ms", "median_e2el_ms", "p99_tpot_ms")
     latencies = sorted(alone["latencies"])
     alone["median_e2el_ms"] = 1000 * (latencies[14] + latencies[15]) / 2
     for key in keys:
@@ -147,8 +154,9 @@ def test_the_interval_of_a_result_is_that_of_its_steps_and_queues(simulated: Any
     assert "\nTime of steps, by what binds them (%):   host " in text
     rate = 1.5 * alone["request_throughput"]
     _, crowd = simulated(*SMALL, "--num-prompts", "60", "--request-rate", str(rate), "--max-num-seqs", "2")
-    low, high = crowd["simulated"]["intervals"]["median_ttft_ms"]
-    assert 2 * low < crowd["median_ttft_ms"] < high / 2
+    for name, least in (("median", 2), ("p99", 1.5)):
+        low, high = crowd["simulated"]["intervals"][f"{name}_ttft_ms"]
+        assert least * low < crowd[f"{name}_ttft_ms"] < high / least
 
 
 def test_the_interval_of_a_first_token_counts_the_pause_before_it(simulated: Any) -> None:
@@ -167,9 +175,12 @@ def test_a_case_without_values_has_no_times() -> None:
     """If slower steps refuse every request, no time becomes 0. An answer of one token has no time between tokens."""
     served = Run([Outcome(10, ttft=0.25, latency=0.25, output_tokens=1, success=True)], 1.0, 0.0)
     refused = Run([Outcome(10, error="the queue is full")], 1.0, 0.0)
-    found = _intervals([[served], [served], [refused]])
+    few, many = Totals(num_preemptions=1), Totals(num_preemptions=3)
+    found = _intervals([([served], few), ([served], many), ([refused], few)], [99.0], {"ttft": 100.0})
     assert found["request_throughput"] == [0, 1]
-    assert found["mean_ttft_ms"] == found["median_e2el_ms"] == [250, 250]
+    assert found["request_goodput"] == [0, 0]
+    assert found["mean_ttft_ms"] == found["median_e2el_ms"] == found["p99_ttft_ms"] == [250, 250]
+    assert found["num_preemptions"] == [1, 3]
     assert "mean_itl_ms" not in found
 
 

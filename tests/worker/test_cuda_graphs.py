@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import quire.demo
 from quire.config import EngineConfig, ServerConfig
@@ -35,7 +36,7 @@ from quire.settings import Resolved
 from quire.worker import kv_cache
 from quire.worker.cuda_graphs import StepGraphs, in_order, paddings
 from quire.worker.device_inputs import DeviceInputBatch
-from quire.worker.input_batch import Padding, StepRows
+from quire.worker.input_batch import Padding, StagedStep, StepRows
 from tests.engine.harness import demo_model
 from tests.examples import IS_FULL
 from tests.nursery import TorchPopen
@@ -385,10 +386,24 @@ def test_a_padded_mixed_replay_gives_what_the_step_alone_gives(lens: list[int]) 
 
 
 def test_a_step_that_lies_elsewhere_is_not_replayed() -> None:
+    """A graph would read old numbers. This holds for every field that a forward pass reads, also for a new one."""
+
+    @dataclass(slots=True)
+    class WithMask(StagedStep):
+        mask_T: Tensor | None = None
+
     setup = Setup()
     setup.graphs.capture()
-    step = setup.step([1], [0])
-    staged = setup.inputs.stage(step, pad_to=Padding(1, 1))
-    moved = replace(staged, token_ids_T=staged.token_ids_T.clone())
-    with pytest.raises(AssertionError, match="the step lies elsewhere"):
-        setup.graphs.run(Padding(1, 1), moved)
+    staged = setup.inputs.stage(setup.step([1], [0]), pad_to=Padding(1, 1))
+    with torch.inference_mode():
+        setup.graphs.run(Padding(1, 1), staged)
+    for name in ("token_ids_T", "positions_T", "slot_mappings_T", "rows_S", "cu_seqlens_q_S1", "seq_lens_S"):
+        value = getattr(staged, name)
+        copied = [each.clone() for each in value] if isinstance(value, list) else value.clone()
+        with pytest.raises(AssertionError, match=rf"\['{name}'\] of the step lie elsewhere"):
+            setup.graphs.run(Padding(1, 1), replace(staged, **{name: copied}))
+    masked = WithMask(**{name: getattr(staged, name) for name in StagedStep.__slots__}, mask_T=torch.zeros(1))
+    with pytest.raises(AssertionError, match=r"\['mask_T'\] of the step lie elsewhere"):
+        setup.graphs.run(Padding(1, 1), masked)
+    with torch.inference_mode():
+        setup.graphs.run(Padding(1, 1), replace(masked, mask_T=None))

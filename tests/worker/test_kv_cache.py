@@ -29,6 +29,7 @@ def test_layers_share_pages_and_no_byte(name: str) -> None:
         == (5, 3 * BLOCK_SIZE * 2 * 2 * kv.row_bytes(16))
     )
     assert cache.num_bytes == cache.pages.nbytes
+    assert cache.pages.is_contiguous(), "a page is one piece of memory"
     tensors = [tensor for layer in cache.layers for tensor in layer.tensors()]
     assert len(tensors) == 3 * (4 if kv.scale_bytes else 2)
     for number, tensor in enumerate(tensors):

@@ -91,15 +91,19 @@ class SharedGroup {
   // the group is in the step any more: each has left it, or has ended it before. Throws GroupError.
   void leave_step();
 
+  // Causes for which a rank has failed. Others are numbers of errno: its connection has failed.
+  static constexpr int kNotKnown = 0, kClosed = -1, kNonsense = -2, kStopped = -3, kDiffers = -4, kLate = -5;
+
   // Tells that a rank has failed, by its number among all ranks. All ranks of all groups stop waiting, now and later.
-  // Only the first rank that fails is remembered. Other machines notice that a connection ends.
-  void abort(int number);
+  // Only the first rank that fails is remembered, with its cause. Other machines notice that a connection ends.
+  void abort(int number, int cause);
 
   // Ends the connections to other machines. This rank takes no more turns.
   void close();
   int rank() const { return rank_; }
   int size() const { return size_; }
-  int aborted() const;  // the number of the rank that has failed; -1: none
+  int aborted() const;        // the number of the rank that has failed; -1: none
+  std::string cause() const;  // its cause as text for people; empty: it is not known
 
   double waited_seconds() const { return waited_seconds_; }  // the time spent waiting for other ranks in all turns
 
@@ -111,8 +115,8 @@ class SharedGroup {
   };
 
   void free_all();
-  void arrive(uint64_t signature, int64_t bytes, int reader);
-  void tell(const Note& note, int reader);
+  void arrive(uint64_t signature, int64_t bytes, int reader, const int64_t* begins = nullptr);
+  void tell(const Note& note, int reader, const int64_t* begins = nullptr);
   void send(const Peer& peer, const Note& note);
   void listen(int rank, int socket);
   void write_turn(int rank, uint32_t turn, uint64_t signature);

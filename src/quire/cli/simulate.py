@@ -63,7 +63,9 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     folder, name, model = find_model(config, None, weights=False)
     device = this_machine(config.device)
     load = PreparedLoad(workload, traffic, read_tokenizer(config, folder), is_chat=False, ignore_eos=True)
-    runs, facts = simulate(name, config, model, device, load, partial(progress_bar, options.disable_tqdm))
+    bar = partial(progress_bar, options.disable_tqdm)
+    percentiles, limits = options.percentiles(), options.limits_ms()
+    runs, facts = simulate(name, config, model, device, load, bar, percentiles, limits)
     workload = replace(workload, num_prompts=len(runs[0].outcomes))  # a trace's requests are counted only now
     result = report.serving_result(workload, traffic, Target(), options, runs, facts)
     return say_result(result, runs, options, traffic)

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from quire.layer_spec.feed_forward import distinct_experts
 from quire.layer_spec.kv_spec import KvKind, KvSpec
 from quire.layer_spec.shapes import LinearShape
 from quire.model_config import ModelConfig
+
+KEPT_SIZES = 256  # sizes of steps whose products are counted once: running answers have one size for many steps
 
 
 class Load(NamedTuple):
@@ -212,6 +215,7 @@ class StepArithmetic:
         self._has_codes, self._output_has_codes = (
             counts[GroupedFormat] + counts[Fp8Format] > counts.total() / 2 for counts in (blocks, of_output)
         )
+        self._products = lru_cache(KEPT_SIZES)(self._count_products)
 
     def load(self, starts: Sequence[int], counts: Sequence[int], num_logits: int) -> Load:
         """The load of rows that have `counts` new tokens each, at least one, after `starts` computed tokens."""
@@ -223,15 +227,16 @@ class StepArithmetic:
             if counts[row] > 1:
                 longer.append((starts[row], counts[row]))
                 num_more -= counts[row] - 1
-        # Most steps have answers alone: they need no other list.
-        rows, count = (starts, 1) if not longer else (list(map(add, starts, counts)), 0)
+        if not longer:  # as in most steps: answers alone
+            seen = tuple([kind.seen(starts, 1) for kind in self.kinds])
+            return Load(num_tokens, len(counts), num_logits, seen, seen)
+        ends, own_ends = list(map(add, starts, counts)), list(map(sum, longer))
         kv_tokens, pairs = [], []
         for kind in self.kinds:
             # First every row counts as if it had one token. Then the longer rows are counted anew.
-            seen = kind.seen(rows, count)
-            own = kind.seen(list(map(sum, longer)), 0) if longer else 0
-            kv_tokens.append(seen - own + sum(kind.span(*each) for each in longer))
-            pairs.append(seen - own + sum(kind.area(*each) for each in longer))
+            others = kind.seen(ends, 0) - kind.seen(own_ends, 0)
+            kv_tokens.append(others + sum(kind.span(*each) for each in longer))
+            pairs.append(others + sum(kind.area(*each) for each in longer))
         return Load(num_tokens, len(counts), num_logits, tuple(kv_tokens), tuple(pairs))
 
     def with_row(self, load: Load, start: int, count: int, num_logits: int) -> Load:
@@ -257,7 +262,11 @@ class StepArithmetic:
             kv_bytes += kind.token_bytes * kv_tokens + state
             written += kind.token_bytes * load.num_tokens + state
             attention += kind.flops_per_pair * pairs
-        tokens, logits = load.num_tokens, load.num_logits
+        weights, linear, int8_ops, rescanned, filling = self._products(load.num_tokens, load.num_logits)
+        return Demand(weights, kv_bytes, written, linear, int8_ops, attention, load.num_logits, rescanned, filling)
+
+    def _count_products(self, tokens: int, logits: int) -> tuple[float, float, float, float, float]:
+        """The amounts of a Demand that depend on the number of tokens and of rows of logits alone."""
         int8_ops = self._int8_blocks * tokens + self._int8_output * logits
         weights = self.weight_bytes(tokens) - (0 if logits else self.output_bytes)
         linear = self._blocks * tokens + self._output * logits - int8_ops
@@ -266,7 +275,7 @@ class StepArithmetic:
         rescanned += self.output_bytes * self._output_tiles.rescanned_share(logits, has_codes=self._output_has_codes)
         filling = self._blocks * self._tiles.filling_rows(tokens)
         filling += self._output * self._output_tiles.filling_rows(logits)
-        return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits, rescanned, filling)
+        return weights, linear, int8_ops, rescanned, filling
 
     def same_tiles(self, num_tokens: int) -> int:
         """The most tokens of a step that costs no further tile than one of `num_tokens`; sys.maxsize: any number.

@@ -52,19 +52,16 @@ class _Size:
         log: logarithm of the factor.
         num_steps: the steps of this start.
         last_step: the number of the last one among all steps of this start.
+        weight: the weight that the next step has in the factor if errors have both signs.
         error, scatter: the means of the logarithmic errors and of their sizes; newer errors count more.
     """
 
     log: float
     num_steps: int = 0
     last_step: int = -FOLLOWING_STEPS
+    weight: float = 1 / PRIOR_STEPS
     error: float = 0.0
     scatter: float = 0.0
-
-    @property
-    def weight(self) -> float:
-        """The weight that the next step has in the factor if errors have both signs."""
-        return max(1 / (self.num_steps + PRIOR_STEPS), NEWEST_WEIGHT)
 
     @property
     def signal(self) -> float:
@@ -76,6 +73,7 @@ class _Size:
         self.error += SIGNAL_WEIGHT * (error - self.error)
         self.scatter += SIGNAL_WEIGHT * (abs(error) - self.scatter)
         self.num_steps += 1
+        self.weight = max(1 / (self.num_steps + PRIOR_STEPS), NEWEST_WEIGHT)
 
 
 class Correction:
@@ -96,7 +94,7 @@ class Correction:
 
     def __init__(self, spread: float, factors: Mapping[int, float], reading_share: Callable[[int], float]) -> None:
         self._reading_share = reading_share
-        self._following: dict[tuple[int, int], float] = {}
+        self._following: dict[int, dict[int, float]] = {}  # size -> other size -> see _following_share
         self._sizes = {size: _Size(math.log(each)) for size, each in factors.items()}
         self._factors: dict[int, float] = {}  # size -> factor, for every size that was asked for
         self.set_spread(spread)
@@ -115,8 +113,9 @@ class Correction:
         """The factor of a prediction for a step of `num_tokens` tokens."""
         size = size_of_step(num_tokens)
         if (known := self._factors.get(size)) is None:
-            nearest = min(self._sizes, key=lambda other: abs(other - size), default=None)
-            known = self._factors[size] = 1.0 if nearest is None else math.exp(self._sizes[nearest].log)
+            if (like := self._sizes.get(size)) is None and self._sizes:
+                like = self._sizes[min(self._sizes, key=lambda other: abs(other - size))]
+            known = self._factors[size] = 1.0 if like is None else math.exp(like.log)
         return known
 
     def add(self, num_tokens: int, predicted: float, measured: float) -> None:
@@ -126,14 +125,20 @@ class Correction:
             own = self._sizes[size] = _Size(math.log(self.factor(num_tokens)))
         weight, signal = own.weight, own.signal
         own.log = min(max(own.log + max(weight, signal) * error, -MAX_LOG), MAX_LOG)
-        for other, each in self._sizes.items():
-            if each is not own:
-                rested = min((self.num_steps - each.last_step) / FOLLOWING_STEPS, 1.0)
-                is_drift = own.last_step > each.last_step  # and not a difference of sizes that take turns
-                moved = max(min(weight, each.weight) * rested, signal * is_drift)
-                each.log += moved * self._following_share(size, other) * error
-                # A scheduler may avoid sizes that it believes to be slow: this belief fades.
-                each.log += FORGOTTEN_SHARE * (own.log - each.log)
+        log, last_step, now, shares = own.log, own.last_step, self.num_steps, self._following.setdefault(size, {})
+        for other, each in self._sizes.items():  # without calls: every step of the engine is added
+            if each is own:
+                continue
+            if (share := shares.get(other)) is None:
+                share = shares[other] = self._following_share(size, other)
+            moved, rested = each.weight if each.weight < weight else weight, now - each.last_step
+            if rested < FOLLOWING_STEPS:
+                moved *= rested / FOLLOWING_STEPS
+            if last_step > each.last_step and moved < signal:  # drift, and not a difference of sizes that take turns
+                moved = signal
+            moved_log = each.log + moved * share * error
+            # A scheduler may avoid sizes that it believes to be slow: this belief fades.
+            each.log = moved_log + FORGOTTEN_SHARE * (log - moved_log)
         own.add(error)
         own.last_step = self.num_steps
         self._factors.clear()
@@ -143,10 +148,8 @@ class Correction:
 
     def _following_share(self, size: int, other: int) -> float:
         """The share of a change of `size` by which the other size follows."""
-        if (known := self._following.get((size, other))) is None:
-            likeness = 1 - abs(self._reading_share(1 << size) - self._reading_share(1 << other))
-            known = self._following[size, other] = likeness * NEIGHBOUR_SHARE ** abs(other - size)
-        return known
+        likeness = 1 - abs(self._reading_share(1 << size) - self._reading_share(1 << other))
+        return likeness * NEIGHBOUR_SHARE ** abs(other - size)
 
 
 class Pause:

@@ -164,7 +164,8 @@ class Agreement:
 
     def check(self) -> None:
         if self._hosts.failed_rank is not None:
-            raise GroupError(f"rank {self._hosts.failed_rank} has failed")
+            cause = self._hosts.cause
+            raise GroupError(f"rank {self._hosts.failed_rank} has failed{cause and f': {cause}'}")
 
     def begin_step(self) -> None:
         self.is_committed, self._has_steps = False, True

@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 GroupError = extension.GroupError  # another rank has failed, is late or has called another method: the group is broken
 RankLate = extension.RankLate  # a GroupError: another rank is late
 StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next step
+# Causes for Failing.fail_for: the connection to the rank was closed; its process was stopped by a signal.
+CLOSED, STOPPED = extension.CLOSED, extension.STOPPED
+
+
+def cause_of(error: Exception) -> int:
+    """The cause for Failing.fail_for if the connection to a rank has ended with this error."""
+    return getattr(error, "errno", None) or CLOSED
 
 
 class AgreedError(Exception):
@@ -214,11 +221,13 @@ class Link(Protocol):
 class Failing(Protocol):
     """Tells ranks that one of them has failed. A rank has one, whichever groups it is in."""
 
-    def fail_for(self, rank: int, reason: EngineDeadError | None = None) -> None:
+    def fail_for(self, rank: int, reason: EngineDeadError | None = None, cause: int = 0) -> None:
         """Tell all ranks that `rank` cannot go on. Then the others cannot go on either.
 
         Args:
             reason: why this rank cannot go on, if it is `rank`; None: another rank is the reason.
+            cause: what others see of it: CLOSED, STOPPED, or the number of errno with which its connection has failed;
+                0: they do not see anything.
         """
         ...
 
@@ -229,7 +238,12 @@ class Failing(Protocol):
 
     @property
     def failed_rank(self) -> int | None:
-        """The first rank of this machine that could not go on; None: no rank has failed."""
+        """The first rank that could not go on, as far as this machine knows; None: no rank has failed."""
+        ...
+
+    @property
+    def cause(self) -> str:
+        """What others have seen of that rank's failure, as text for people; empty: nothing."""
         ...
 
 

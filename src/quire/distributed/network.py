@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.distributed import wire
-from quire.distributed.group import GroupError
+from quire.distributed.group import Failing, GroupError, cause_of
 from quire.distributed.whereabouts import Whereabouts
 
 
@@ -23,10 +23,11 @@ class SocketLink:
         peer: the connection, which is authenticated already.
         peer_rank: the rank at the other end.
         whereabouts: is told when this rank waits.
+        failing: is told if the connection ends.
     """
 
-    def __init__(self, peer: socket.socket, peer_rank: int, whereabouts: Whereabouts) -> None:
-        self._peer, self._rank, self._whereabouts = peer, peer_rank, whereabouts
+    def __init__(self, peer: socket.socket, peer_rank: int, whereabouts: Whereabouts, failing: Failing) -> None:
+        self._peer, self._rank, self._whereabouts, self._failing = peer, peer_rank, whereabouts, failing
         self.waited_seconds = 0.0
 
     def send(self, rows_TD: Tensor) -> None:
@@ -55,4 +56,5 @@ class SocketLink:
         self._peer.close()
 
     def _error(self, error: Exception) -> Exception:
+        self._failing.fail_for(self._rank, cause=cause_of(error))
         return GroupError(f"rank {self._rank} has failed: {error}")

@@ -12,7 +12,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -87,17 +87,18 @@ def ranks_on(
                 fix="Unset QUIRE_FORCE_REFERENCE, or leave --tensor-parallel-size and --pipeline-parallel-size out",
                 param="tensor_parallel_size",
             )
-        whereabouts = Whereabouts(memory, rank, grid.ranks_of(grid.node(rank)))
+        whereabouts = Whereabouts(memory, rank, grid.ranks_of(grid.node(rank)), _hosts(grid, peers))
         found = _groups(memory, rank, grid, peers, has_own_cores=has_own_cores, timeout_seconds=timeout_seconds)
         group, hosts = found.get(grid.stage_members(rank)), found.get(tuple(grid.ranks_of(grid.node(rank))))
         everyone = hosts if grid.num_lanes > 1 else None
+        failing = _Failing(list(found.values()), list(peers.values()))
 
         def link(sender: int | None, receiver: int | None) -> Link | None:
             if sender is None or receiver is None:
                 return None
             other = sender if receiver == rank else receiver
             return (
-                SocketLink(peers[other], other, whereabouts)
+                SocketLink(peers[other], other, whereabouts, failing)
                 if other in peers
                 else SharedMemoryLink(found[sender, receiver])
             )
@@ -105,7 +106,7 @@ def ranks_on(
         ranks = Ranks(
             rank,
             grid,
-            failing=_Failing(list(found.values()), list(peers.values())),
+            failing=failing,
             whereabouts=whereabouts,
             timeout_seconds=timeout_seconds,
             group=group,
@@ -117,6 +118,15 @@ def ranks_on(
         )
         on_error.pop_all()
     return ranks
+
+
+def _hosts(grid: Grid, peers: Mapping[int, socket.socket]) -> dict[int, str]:
+    """The addresses of ranks of other machines, as far as there is a connection to their machine."""
+    nodes = dict[int, str]()
+    for other, peer in peers.items():
+        with suppress(OSError):  # an end that has closed has no address any more
+            nodes[grid.node(other)] = peer.getpeername()[0] if peer.family != socket.AF_UNIX else ""
+    return {rank: nodes[grid.node(rank)] for rank in range(grid.size) if nodes.get(grid.node(rank))}
 
 
 def _groups(
@@ -160,16 +170,20 @@ class _Failing:
         self._groups, self._peers = groups, peers
         self.own_reason: EngineDeadError | None = None
 
-    def fail_for(self, rank: int, reason: EngineDeadError | None = None) -> None:
+    def fail_for(self, rank: int, reason: EngineDeadError | None = None, cause: int = 0) -> None:
         self.own_reason = self.own_reason or reason
         for group in self._groups[:1]:
-            group.fail_for(rank)
+            group.fail_for(rank, cause)
         for peer in self._peers:
             wire.end(peer)
 
     @property
     def failed_rank(self) -> int | None:
         return self._groups[0].failed_rank if self._groups else None
+
+    @property
+    def cause(self) -> str:
+        return self._groups[0].cause if self._groups else ""
 
 
 class SharedMemoryGroup:
@@ -282,15 +296,24 @@ class SharedMemoryGroup:
         for peer in self._peers:
             peer.close()
 
-    def fail_for(self, rank: int) -> None:
-        """Note that a rank (its number among all ranks) has failed. All ranks of all groups stop waiting."""
-        self._shared.abort(rank)
+    def fail_for(self, rank: int, cause: int = 0) -> None:
+        """Note that a rank (its number among all ranks) has failed. All ranks of all groups stop waiting.
+
+        Args:
+            cause: see Failing.fail_for.
+        """
+        self._shared.abort(rank, cause)
 
     @property
     def failed_rank(self) -> int | None:
         """The number of the rank that failed first; None: no rank has failed."""
         rank = self._shared.aborted
         return None if rank < 0 else rank
+
+    @property
+    def cause(self) -> str:
+        """See Failing."""
+        return self._shared.cause
 
 
 class SharedMemoryLink:

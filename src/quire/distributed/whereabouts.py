@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from quire.kernels import extension
@@ -34,10 +35,13 @@ class Whereabouts:
         memory: the file descriptor from shared_memory.make_memory.
         rank: the rank of this process.
         others: the ranks of this machine.
+        hosts: the addresses of ranks of other machines, as far as they are known.
     """
 
-    def __init__(self, memory: int, rank: int, others: Sequence[int]) -> None:
-        self._rank, self._others = rank, others
+    def __init__(
+        self, memory: int, rank: int, others: Sequence[int], hosts: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
+        self._rank, self._others, self._hosts = rank, others, hosts
         extension.require("A model that ranks share")
         self._shared = extension.C.Whereabouts(memory, rank)
 
@@ -83,7 +87,11 @@ class Whereabouts:
     def name(self, rank: int) -> str:
         """The place of the rank's process, as text for people."""
         pid = self._of(rank).pid if rank in self._others else 0
-        return f"process {pid} on {platform.node()}" if pid else "on another machine"
+        return f"process {pid} on {platform.node()}" if pid else f"on {self._hosts.get(rank, 'another machine')}"
+
+    def neighbours(self) -> dict[int, int]:
+        """The ids of the processes of the other ranks of this machine, by rank, as far as they have come."""
+        return {rank: pid for rank in self._others if rank != self._rank and (pid := self._of(rank).pid)}
 
     def doing(self, rank: int) -> str:
         """What the rank is doing, as text for people."""

@@ -28,12 +28,13 @@ import msgspec
 from quire import envs
 from quire.config import EngineConfig
 from quire.distributed import wire
-from quire.distributed.group import Failing
+from quire.distributed.group import CLOSED, STOPPED, Ranks
 from quire.distributed.layout import MOST_LINKS, Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.node_process import connect_node
 from quire.engine.nodes import let_in
 from quire.engine.rank_messages import Answer, Failed, FromRank, decode_from_rank, encode
+from quire.engine.ranks import LOOK_SECONDS, is_stopped
 from quire.engine.worker_thread import WorkerThread
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, PeerLostError
 from quire.life_cycle import CacheSize, FirstWorker, Measured, WorkerSettings
@@ -60,6 +61,7 @@ class Companions:
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
         self.rank, self._peers = rank, peers
         self._is_closing = False
+        self._ranks: Ranks | None = None  # None: they are not watched yet
 
     def all(self, frame: bytes) -> list[bytes]:
         """What all ranks say, in their order."""
@@ -79,41 +81,59 @@ class Companions:
         """What the first one says."""
         return self._receive(0)
 
-    def watch(self, failing: Failing) -> None:
-        """From now on, tell waiting ranks when a rank has ended."""
-        ranks, poll = {peer.fileno(): rank for rank, peer in self._peers.items()}, select.poll()
-        for descriptor in ranks:
+    def watch(self, ranks: Ranks) -> None:
+        """From now on, tell waiting ranks when a rank has ended, or when two looks have found one here stopped."""
+        self._ranks, poll = ranks, select.poll()
+        numbers = {peer.fileno(): rank for rank, peer in self._peers.items()}
+        for descriptor in numbers:
             poll.register(descriptor, select.POLLRDHUP)
 
         def look() -> None:
-            for descriptor, _ in poll.poll():
-                if not self._is_closing:
-                    failing.fail_for(ranks[descriptor])
+            stopped, causes = set[int](), dict[int, int]()
+            while not causes:
+                causes = {numbers[descriptor]: CLOSED for descriptor, _ in poll.poll(1000 * LOOK_SECONDS)}
+                if self._is_closing:
+                    return
+                before, pids = stopped, ranks.whereabouts.neighbours()
+                stopped = {rank for rank, pid in pids.items() if is_stopped(pid)}
+                causes |= dict.fromkeys(before & stopped, STOPPED)
+            for rank, cause in causes.items():
+                ranks.failing.fail_for(rank, cause=cause)
+            if STOPPED in causes.values():
+                self._end()  # this rank may wait for the stopped one outside of its steps
 
-        if ranks:
+        if numbers:
             threading.Thread(target=look, name="other ranks", daemon=True).start()
 
     def close(self) -> None:
         self._is_closing = True
+        self._end()  # closing alone is not enough: the thread that watches keeps them open
         for peer in self._peers.values():
-            wire.end(peer)  # closing alone is not enough: the thread that watches keeps it open
             peer.close()
+
+    def _end(self) -> None:
+        for peer in self._peers.values():
+            wire.end(peer)
 
     def _send(self, rank: int, frame: bytes) -> None:
         try:
             wire.send(self._peers[rank], frame)
         except OSError as error:
-            raise _lost(rank) from error
+            raise self._lost(rank, error) from error
 
     def _receive(self, rank: int) -> bytes:
         try:
             return wire.receive(self._peers[rank], MOST_RESULT_BYTES)
         except (wire.WireError, OSError) as error:
-            raise _lost(rank) from error
+            raise self._lost(rank, error) from error
 
-
-def _lost(rank: int) -> EngineDeadError:
-    return EngineDeadError(f"Rank {rank} has ended")
+    def _lost(self, rank: int, error: Exception) -> EngineDeadError:
+        if self._ranks is None:
+            return EngineDeadError(f"Rank {rank} has ended: {error}")
+        failing, name = self._ranks.failing, self._ranks.whereabouts.name
+        if (failed := failing.failed_rank) is not None and failing.cause:
+            return EngineDeadError(f"Rank {failed} ({name(failed)}) has failed: {failing.cause}")
+        return EngineDeadError(f"Rank {rank} ({name(rank)}) has ended: {error}")
 
 
 def start_external(config: EngineConfig, model_config: ModelConfig, progress: Progress) -> ExternalExecutor:
@@ -146,7 +166,7 @@ def start_external(config: EngineConfig, model_config: ModelConfig, progress: Pr
     finally:
         os.close(met.memory)
     companions = Companions(rank, met.peers)
-    companions.watch(ranks.failing)
+    companions.watch(ranks)
     worker = DeviceWorker(part_of_rank(model_config, config, rank), progress, ranks=ranks)
     return ExternalExecutor(worker, companions, _loads(config, grid, rank))
 

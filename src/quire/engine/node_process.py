@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,11 +157,14 @@ def _run(
 
 def _watch(processes: dict[int, subprocess.Popen[bytes]], home: socket.socket, names: dict[int, str]) -> int:
     """Wait until node 0 is gone, or until a rank of this node is lost. Node 0 is told about a lost rank."""
-    is_over = threading.Event()
+    is_over, cause = threading.Event(), ""
 
     def listen() -> None:
-        with suppress(OSError):
+        nonlocal cause
+        try:
             home.recv(1)  # node 0 sends no more messages; this returns when the connection closes
+        except OSError as error:
+            cause = str(error)
         is_over.set()
 
     threading.Thread(target=listen, name="node 0", daemon=True).start()
@@ -174,7 +177,10 @@ def _watch(processes: dict[int, subprocess.Popen[bytes]], home: socket.socket, n
                 logger.error("%s", why)
                 wire.send(home, nodes.encode(NodeLost(why)))
                 return 1
-    logger.info("node 0 has ended")
+    if cause:
+        logger.error("node 0 is lost: the connection to it has failed (%s)", cause)
+    else:
+        logger.info("node 0 has ended")
     end = time.monotonic() + CLOSE_SECONDS
     while any(process.poll() is None for process in processes.values()) and time.monotonic() < end:
         time.sleep(LOOK_SECONDS / 5)

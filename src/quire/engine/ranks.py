@@ -21,7 +21,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.distributed import wire
-from quire.distributed.group import Failing
+from quire.distributed.group import STOPPED, Failing, cause_of
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.nodes import Joined, NodeLost, Starting, decode, let_in
@@ -208,7 +208,8 @@ class OtherRank(ABC):
             self._heard.append(answer)
             self._num_unheard -= 1
         if self._failing.failed_rank == self._rank:
-            raise EngineDeadError(f"{self.describe()} has failed")
+            cause = self._failing.cause
+            raise EngineDeadError(f"{self.describe()} has failed{cause and f': {cause}'}")
 
     def _has_said(self) -> bool:
         """Whether it has sent anything. A rank that has failed gets some time to say why."""
@@ -310,7 +311,7 @@ class OtherRank(ABC):
         try:
             yield
         except (EOFError, OSError) as error:
-            self._failing.fail_for(self._rank)
+            self._failing.fail_for(self._rank, cause=cause_of(error))
             raise EngineDeadError(self._end()) from error
 
 
@@ -407,14 +408,15 @@ class Home:
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer, self.host = peer, peer.getpeername()[0]
-        self._why = ""
+        self._why = self._cause = ""
         self._thread = threading.Thread(target=self._listen, name=f"node at {self.host}", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
         try:
             message = decode(wire.receive(self._peer))
-        except (wire.WireError, OSError, msgspec.MsgspecError):
+        except (wire.WireError, OSError, msgspec.MsgspecError) as error:
+            self._cause = str(error)
             return
         if isinstance(message, NodeLost):
             self._why = message.why
@@ -436,7 +438,7 @@ class Home:
     def end(self, name: str) -> str:
         """The reason why a rank of the node is lost, as text for people."""
         self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
-        return self._why or f"{name} (on {self.host}) is lost: the connection to its node has ended"
+        return self._why or f"{name} (on {self.host}) is lost: the connection to its node has ended ({self._cause})"
 
 
 class RemoteRank(OtherRank):
@@ -497,7 +499,7 @@ def _watch(
         num_stopped = num_stopped + 1 if is_stopped(process.pid) else 0
         time.sleep(LOOK_SECONDS)
     if process.returncode != 0 and not is_closing.is_set():
-        failing.fail_for(rank)
+        failing.fail_for(rank, cause=STOPPED if process.returncode is None else 0)
         logger.error("%s", end_of(process, name))
         process.kill()  # a stopped process does not react to other signals
         process.wait()

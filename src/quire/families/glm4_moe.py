@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from quire.families.deepseek_v2 import has_experts
 from quire.hf_config.family import Family, GgufForm, LayerFacts, decoder_layer
 from quire.hf_config.feed_forward import ExpertsForm, group_routing, group_routing_of_gguf
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
 from quire.layer_spec.attention import Full, QkNorm
 from quire.layer_spec.layer import LayerSpec
-
-
-def _has_experts(fields: Fields, layer: int) -> bool:
-    return layer >= fields.integer("first_k_dense_replace", minimum=0)
 
 
 def _routing(fields: Fields) -> dict[str, Any]:
@@ -65,7 +62,7 @@ FAMILY = Family(
     reads=("partial_rotary_factor",),
     experts=ExpertsForm(
         count=("num_local_experts", "n_routed_experts"),
-        has_experts=_has_experts,
+        has_experts=has_experts,
         scoring="sigmoid",
         routing=_routing,
         shared="shared_experts",

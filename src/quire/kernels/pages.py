@@ -52,7 +52,7 @@ def release(tensor: Tensor) -> None:
         mappings = list(_mapped.items())
     for address, (size, owner) in mappings:
         if address <= begin and end <= address + size and (mapped := owner()) is not None:
-            first, last = _page_floor(begin - address), _page_floor(end - address)
+            first, last = page_floor(begin - address), page_floor(end - address)
             if first < last:
                 mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
             return
@@ -116,5 +116,6 @@ def trim() -> None:
         trim_heap(0)
 
 
-def _page_floor(offset: int) -> int:
+def page_floor(offset: int) -> int:
+    """The largest multiple of the page size that is at most `offset`, in bytes."""
     return offset - offset % mmap.PAGESIZE

@@ -97,7 +97,7 @@ class Stage:
     Attributes:
         index: the number of the stage. Stage 0 takes tokens; the last stage has the final norm and the output.
         layers: the numbers of its layers.
-        all_layers: the layers of the model, of which adapters have the names.
+        all_layers: the layers of the whole model, because adapters name them.
         tables: the cache contents of all layers of the model, with their numbers of block tables. All stages have the
             same tables.
         streams: the residual streams that this stage keeps for a head in the last stage: see DraftHead. It gets those

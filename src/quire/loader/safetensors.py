@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from quire.errors import WeightsError
-from quire.kernels.pages import map_file
+from quire.kernels.pages import map_file, page_floor
 from quire.layers.weight_slot import ExtentOf
 from quire.loader.extents import all_of, ranges_read
 from quire.loader.object_store import stored_object
@@ -138,10 +138,10 @@ class _PageAdvice:
         self.num_ahead -= num_bytes
         if self.num_ahead <= READ_AHEAD_BYTES * 3 // 4:
             while self.num_ahead < READ_AHEAD_BYTES and (part := next(self.ahead, None)) is not None:
-                start = _page_floor(part.start)
+                start = page_floor(part.start)
                 self.mapped.madvise(mmap.MADV_WILLNEED, start, part.stop - start)
                 self.num_ahead += len(part)
-        done = _page_floor(begin)
+        done = page_floor(begin)
         if done > self.released:
             self.mapped.madvise(mmap.MADV_DONTNEED, self.released, done - self.released)
             self.released = done
@@ -161,7 +161,3 @@ def _in_pieces(parts: Sequence[Sequence[range]]) -> Iterator[range]:
             begin += ASK_BYTES
     if begin < end:
         yield range(begin, end)
-
-
-def _page_floor(offset: int) -> int:
-    return offset - offset % mmap.PAGESIZE

@@ -30,6 +30,14 @@ def lora_settings(config: EngineConfig, model: ModelConfig, form: ModelSettings,
             fix="Merge the adapter into the model, or take a model with a native implementation",
             param="enable_lora",
         )
+    if config.num_lanes > 1 and any(part.shared is not None for part in model.experts()):
+        raise ConfigError(
+            "Lanes share the expert for every token, and a rank does not know the adapters of other lanes' rows",
+            value=model.architecture,
+            expected="a model without a shared expert",
+            fix="Leave --enable-lora out, or leave --enable-expert-parallel out: then each replica has all experts",
+            param="enable_lora",
+        )
     names = tuple(parse_module(word).name for word in config.lora_modules)  # paths of adapters are not for everybody
     record.put("lora_modules", names, config.sources["lora_modules"])
     most, source, why = _max_loras(config)

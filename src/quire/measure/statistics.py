@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,7 +146,7 @@ class Metrics:
         }
 
 
-def measure(runs: Sequence[Run], percentiles: Sequence[float], limits_ms: dict[str, float]) -> Metrics:
+def measure(runs: Sequence[Run], percentiles: Sequence[float], limits_ms: Mapping[str, float]) -> Metrics:
     """The numbers of one or more rounds together.
 
     Args:

@@ -140,7 +140,7 @@ class TransformersModel:
         packed = 0
         for part in (self._body, self._model):
             parameters |= {parameter.data_ptr(): parameter.nbytes for parameter in part.parameters()}
-            packed += sum(module.packed.nbytes for module in part.modules() if isinstance(module, PackedLinear))
+            packed += sum(module.packed.nbytes for module in part.modules() if isinstance(module, KernelLinear))
         return sum(parameters.values()) + packed
 
     def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
@@ -212,7 +212,7 @@ class TransformersModel:
             )
 
 
-class PackedLinear(nn.Module):
+class KernelLinear(nn.Module):
     """Replaces an nn.Linear. Its weight has the layout of our kernels.
 
     Args:
@@ -357,7 +357,7 @@ def _pack_linear_layers(model: nn.Module, dtype: torch.dtype) -> None:
             if type(layer) not in (nn.Linear, Conv1D) or layer.weight.dtype != dtype:
                 continue
             weight_NK = layer.weight if type(layer) is nn.Linear else layer.weight.T
-            setattr(parent, name, PackedLinear(weight_NK, layer.bias))
+            setattr(parent, name, KernelLinear(weight_NK, layer.bias))
 
 
 def _set_attention(body: Any, name: str) -> None:

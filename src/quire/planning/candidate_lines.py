@@ -112,7 +112,7 @@ class RankedPlan:
         has_price = any(row.price_per_million() is not None for row in rows)
         head = ["hardware", "weights", "KV", "TP", "copies", "at once", "requests/s", "tokens/s"]
         yield from table(
-            head + ["per M"] * has_price + ["meets it"],
+            head + ["per M"] * has_price + ["bound by", "meets it"],
             [_ranked(row, has_price) for row in rows],
             num_names=3,
         )
@@ -174,8 +174,9 @@ class RankedPlan:
         rows = []
         for row in cuts:
             alone, point = points(row)[0][1], row.best_point
-            rate = "0" if point is None or not row.within else (point.requests_per_second * row.copies).text()
-            rows.append([_copies(row), rate, (alone.ttft * 1e3).text(), (alone.itl * 1e3).text()])
+            rate = "0" if point is None or not row.within else row.rate.text(point.bound)
+            times = (alone.ttft * 1e3).text(alone.ttft_bound), (alone.itl * 1e3).text(alone.bound)
+            rows.append([_copies(row), rate, *times])
         yield from table(["", "requests/s", "one alone: TTFT ms", "ITL ms"], rows)
         most, fewest = cuts[0], cuts[-1]
         if most.requests_per_second and fewest.requests_per_second:
@@ -219,11 +220,11 @@ class RankedPlan:
             if not any(others):
                 yield "a smaller model: no machine of the table with up to 8 GPUs holds this one"
             return
-        rate, reached = found.demand.goals.request_rate or 0.0, best.requests_per_second
-        if 0 < reached < rate:
+        rate, reached, point = found.demand.goals.request_rate or 0.0, best.requests_per_second, best.best_point
+        if point is not None and 0 < reached < rate:
             copies = math.ceil(rate * best.copies / reached)
-            served = copies * reached / best.copies
-            yield f"{copies * best.degree} such devices: {copies} copies, {served:.3g} of {rate:g} requests/s"
+            served = (best.rate * (copies / best.copies)).text(point.bound)
+            yield f"{copies * best.degree} such devices: {copies} copies, {served} of {rate:g} requests/s"
         if (other := found.next_format(best)) is not None:
             yield _other(other, f"{' '.join(other.fit.form.flags)}", best)
         half = found.with_half_prompts(best)
@@ -249,11 +250,11 @@ def _ranked(row: Candidate, has_price: bool) -> list[str]:
     ]
     point = row.best_point
     if point is None:
-        return [*cells, f"lacks {shown_bytes(row.missing_bytes)}", "-", *(["-"] * has_price), "no"]
+        return [*cells, f"lacks {shown_bytes(row.missing_bytes)}", "-", *(["-"] * has_price), "-", "no"]
     rates = [(point.requests_per_second * row.copies).text(), short(point.tokens_per_second.value * row.copies)]
     price = row.price_per_million()
     prices = ["-" if price is None else f"{price.value:.2f}"] if has_price else []
-    return [*cells, *rates, *prices, row.verdict]
+    return [*cells, *rates, *prices, point.bound, row.verdict]
 
 
 def _other(row: Candidate, what: str, than: Candidate | None = None) -> str:

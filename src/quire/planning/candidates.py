@@ -119,9 +119,15 @@ class Candidate:
         return None if self.service is None else self.service.at(max(self.within, 1))
 
     @property
-    def requests_per_second(self) -> float:
+    def rate(self) -> Estimate:
         """The requests per second of all copies within the goals; 0: no number of requests keeps the goals."""
-        return self.copies * self.best_point.requests_per_second.value if self.best_point and self.within else 0.0
+        point = self.best_point if self.within else None
+        return Estimate(0.0, 0.0, 0.0) if point is None else point.requests_per_second * self.copies
+
+    @property
+    def requests_per_second(self) -> float:
+        """The prediction of `rate`."""
+        return self.rate.value
 
     @property
     def meets(self) -> bool:
@@ -139,11 +145,8 @@ class Candidate:
             return "no"
         rate = self.demand.goals.request_rate
         point = self.service.at(self.service.for_rate(rate / self.copies)) if rate else self.service.at(1)
-        is_sure = self.demand.goals.are_surely_kept(point) and not (rate and self._slow_rate() < rate)
+        is_sure = self.demand.goals.are_surely_kept(point) and not (rate and self.rate.low < rate)
         return "yes" if is_sure else "likely"
-
-    def _slow_rate(self) -> float:
-        return self.copies * self.best_point.requests_per_second.low if self.best_point else 0.0
 
     def price_per_million(self) -> Estimate | None:
         """The price of a million output tokens, with as many requests as the goals allow; None: there is no price."""
@@ -183,7 +186,8 @@ class Candidate:
             "missing_bytes": self.missing_bytes,
             "points": [point.as_dict() | {"name": name} for name, point in points(self)],
             "speed_origin": self.origin,
-            "requests_per_second": float(f"{self.requests_per_second:.4g}"),
+            "requests_per_second": self.rate.as_dict(),
+            "bound": None if self.best_point is None else self.best_point.bound,
             "price_per_million_tokens": None if price is None else price.as_dict(),
         }
 

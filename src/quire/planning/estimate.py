@@ -26,9 +26,14 @@ class Estimate(NamedTuple):
         """The rate of `count` things in this time."""
         return Estimate(count / self.value, count / self.high, count / self.low)
 
-    def text(self) -> str:
-        """The text for people, such as `31 (21-47)`."""
-        return f"{short(self.value)} ({short(self.low)}-{short(self.high)})"
+    def text(self, bound: str = "", unit: str = "") -> str:
+        """The text for people, such as `31 (21-47)`, or `31 ms (21-47, bound by memory)`.
+
+        Args:
+            bound: words for the resource that binds.
+        """
+        named = f"{short(self.value)} {unit}".rstrip()
+        return f"{named} ({short(self.low)}-{short(self.high)}{', ' * bool(bound)}{bound})"
 
     def as_dict(self) -> dict[str, float]:
         """For JSON."""

@@ -58,7 +58,7 @@ DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by 
 SEARCH_STEPS = 16  # steps between two searches for a request that may try, if none may
 MOST_WAITED = 64  # steps of a request between two trials that say nothing new
 FIRST_WAIT = 16  # steps of a new request to its first trial, if others have tried some
-LIKELY, FEW_TRIED = 0.5, 32  # a trial that holds with this chance or a higher one, after so many, says nothing new
+LIKELY, FEW_TRIED = 0.5, 32  # after this number of trials, one that holds with this chance or more says nothing new
 NEWS_SHARE = 1 / 4  # share of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
 FIRST_COST_STEPS, COST_STEPS = 4, 64
@@ -451,7 +451,7 @@ class AdaptiveDepth:
         )
 
     def _added_seconds(self, request: Request, drafting: _Drafting, depth: int) -> float:
-        """The seconds that so many drafts of a request add to a step with prompts and the drafts that it has."""
+        """The seconds that `depth` drafts of a request add to a step with prompts and the drafts that it has."""
         seconds = depth * self._row_seconds
         if self._draft_seconds is None:
             return seconds

@@ -31,10 +31,12 @@ class Lanes:
 
     def __init__(self, lanes: Sequence[Scheduler]) -> None:
         self.lanes = tuple(lanes)
-        # No lane has drafts or adapters, because resolve refuses them with lanes. So the first lane's stand for all.
+        # No lane has drafts, because resolve refuses them with lanes. So the first lane's speculation stands for all.
+        # An adapter is in the memory of all lanes or of none. So its requests take turns in all lanes together.
         self.speculation, self.adapters = lanes[0].speculation, lanes[0].adapters
         for lane in lanes:
             lane.others = tuple(other for other in lanes if other is not lane)
+            lane.arrivals, lane.adapters = lanes[0].arrivals, self.adapters
         self._next_step_id = 0
 
     @property

@@ -131,7 +131,7 @@ class Scheduler:
         self._removed: list[str] = []  # requests that the worker still has and must remove
         self._prompt_logprobs = PromptLogprobs()
         self._stats = ScheduleStats()
-        self._num_added = 0
+        self.arrivals = iter(range(sys.maxsize))  # the number of each request in the order of arrival, in all lanes
         self._shared_until = -math.inf
         self._next_step_id = 0
         self._preemption_log = RateLimited(logger)
@@ -225,8 +225,7 @@ class Scheduler:
         self._choose_rope(request)
         self.kv.hash_prompt(request)
         request.received_time = self._clock()
-        request.sequence = self._num_added
-        self._num_added += 1
+        request.sequence = next(self.arrivals)
         self._requests[request.request_id] = request
         if request.fork_of is not None:
             self._forks.setdefault(request.fork_of, set()).add(request)
@@ -437,9 +436,11 @@ class Scheduler:
         self._removed = list(dict.fromkeys(unsure + self._removed))
 
     def fail_waiting(self, adapter: str, error: str) -> list[RequestDelta]:
-        """End the requests that wait for this adapter."""
+        """End the requests that wait for this adapter. Those of other lanes stay."""
         deltas = []
         for request in self.adapters.waiting_for(adapter):
+            if request.request_id not in self:
+                continue
             self._finish(request, "error", error)
             deltas.append(delta_of(request, []))
         return deltas

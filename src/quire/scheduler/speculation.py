@@ -14,7 +14,7 @@ from quire.scheduler.proposer import Proposer
 logger = get_logger(__name__)
 
 MOST_ERRORS = 6  # after this number of steps in which the drafter raised, a request drafts no more
-MOST_UNFORGOTTEN = 1000  # so many ids of requests that the drafter could not forget are kept: the newest ones
+MOST_UNFORGOTTEN = 1000  # the most ids that are kept of requests that the drafter could not forget: the newest ones
 
 
 @dataclass(slots=True)

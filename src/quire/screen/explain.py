@@ -16,7 +16,7 @@ from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.planning import devices
 from quire.planning.binding import bound_facts, cpus_of_processes
 from quire.planning.cut_stages import check_cuts, cut_of, grid_of, part_of_rank
-from quire.planning.expectation import expectation
+from quire.planning.expectation import LongestStep, expectation, longest_steps
 from quire.planning.layouts import RankShare, rank_shares
 from quire.planning.memory_plan import (
     KvPages,
@@ -44,6 +44,7 @@ class Explanation:
         settings: the settings of the engine, then of the server.
         layers: the formats of the weights and their kernels.
         pages: the KV cache that requests take.
+        steps: the predicted time of the longest step that a setting allows, by the setting.
         next_costs: the cost of the next larger value, for settings where it is known.
         error: the reason why a start would fail; None: it would not.
         ranks: the part that each of several ranks holds; none: one rank has the whole model.
@@ -55,6 +56,7 @@ class Explanation:
     settings: dict[str, Setting]
     layers: list[LayerKernel]
     pages: KvPages
+    steps: dict[str, LongestStep]
     next_costs: dict[str, str]
     error: MemoryPlanError | None = None
     ranks: tuple[RankShare, ...] = ()
@@ -84,7 +86,9 @@ class Explanation:
             "ranks": [entry for share in self.ranks for entry in share.as_dicts()],
             "layers": [layer.as_dict() for layer in self.layers],
             "settings": {
-                name: setting.as_dict() | ({"next": self.next_costs[name]} if name in self.next_costs else {})
+                name: setting.as_dict()
+                | ({"step_seconds": self.steps[name].as_dict()} if name in self.steps else {})
+                | ({"next": self.next_costs[name]} if name in self.next_costs else {})
                 for name, setting in self.settings.items()
             },
             "error": None if self.error is None else {"code": self.error.code, "message": self.error.message},
@@ -134,6 +138,8 @@ class Explanation:
                 yield f"    why     {setting.detail}"
             if setting.limits:
                 yield f"    limits  {setting.limits}"
+            if name in self.steps:
+                yield f"    step    {self.steps[name].text()}"
             if name in self.next_costs:
                 yield f"    next    {self.next_costs[name]}"
             if setting.is_live:
@@ -222,8 +228,9 @@ def explain(
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
     pages, ranks = KvPages.of(resolved, model), rank_shares(whole, engine, resolved) if grid.size > 1 else ()
+    steps = {step.setting: step for step in longest_steps(resolved, known.cost)}
     next_costs = _next_costs(resolved, model, pages, memory)
-    return Explanation(model_name, model, machine, settings, layers, pages, next_costs, error, ranks)
+    return Explanation(model_name, model, machine, settings, layers, pages, steps, next_costs, error, ranks)
 
 
 class _Plan(NamedTuple):

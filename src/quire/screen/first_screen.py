@@ -15,6 +15,7 @@ from quire.entry.listen import Address
 from quire.kernels import extension
 from quire.messages import EngineReady
 from quire.metrics.stopwatch import busy_machine
+from quire.planning.estimate import Estimate
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.screen.memory_lines import MemorySummary
 from quire.screen.terminal import Style
@@ -114,7 +115,7 @@ def show_ready(
             replicas=settings["data_parallel_size"]["value"],
             chosen=choices,
             speculation=settings["speculative_config"]["value"],
-            expected={name: settings[name]["value"] for name in EXPECTED},
+            expected={name: _predicted(settings[name]) for name in EXPECTED},
             seconds_by_phase=seconds,
         )
         logger.info("ready: %s", address.name, extra=extra)
@@ -129,7 +130,7 @@ def show_ready(
         *_labelled("chosen", _flowed([*items, WHY]), style),
         *_labelled("drafts", _drafts(settings["speculative_config"]), style),
         *_labelled("adapters", _adapters(settings), style),
-        *_labelled("expect", _expectation(*(settings[name]["value"] for name in (*EXPECTED, "max_num_seqs"))), style),
+        *_labelled("expect", _expectation(*(settings[name] for name in (*EXPECTED, "max_num_seqs"))), style),
         "",
         *_labelled(
             "ready",
@@ -171,18 +172,26 @@ def _adapters(settings: dict[str, Any]) -> Iterator[str]:
         yield "POST /v1/load_lora_adapter opens no folder: name some with --lora-dir"
 
 
-def _expectation(of_one: float, of_all: float, waited: float, num_users: int) -> Iterator[str]:
-    one = f"1 user {_rate(of_one)} tok/s"
-    if num_users == 1:
-        yield one
-    else:
-        yield f"{one} · {num_users} users about {_rate(of_all)} together, {_rate(of_all / num_users)} each"
-    if (why := busy_machine(waited)) is not None:
+def _predicted(setting: dict[str, Any]) -> Any:
+    """The value; with its interval and the resource that binds, if it has one."""
+    names = ("value", "low", "high", "bound")
+    return {name: setting[name] for name in names} if "bound" in setting else setting["value"]
+
+
+def _expectation(
+    of_one: dict[str, Any], of_all: dict[str, Any], waited: dict[str, Any], num_users: dict[str, Any]
+) -> Iterator[str]:
+    users, items = num_users["value"], [f"1 user {_rate(of_one)}"]
+    if users > 1:
+        items.append(f"{users:,} users together {_rate(of_all)}")
+    yield from _flowed(items)
+    if (why := busy_machine(waited["value"])) is not None:
         yield from textwrap.wrap(why, WIDTH - len(INDENT))
 
 
-def _rate(value: float) -> str:
-    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
+def _rate(predicted: dict[str, Any]) -> str:
+    rate = Estimate(*(predicted[name] for name in ("value", "low", "high")))
+    return rate.text(f"bound by {predicted['bound']}", "tok/s")
 
 
 def _shown(value: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from quire.config import EngineConfig
@@ -15,7 +16,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.measure.arrivals import arrival_times
 from quire.measure.load import Run
 from quire.measure.prepared_load import PreparedLoad
-from quire.measure.statistics import measure
+from quire.measure.statistics import measure, word
 from quire.measure.workload import BenchRequest
 from quire.model_config import ModelConfig
 from quire.planning.cut_stages import check_cuts, cut_of
@@ -28,6 +29,7 @@ from quire.simulate.executor import PredictedExecutor, UntaughtCost, VirtualCloc
 from quire.simulate.load import Client, Prompt, Totals
 
 RATES = ("request_throughput", "output_throughput", "total_token_throughput")
+COUNTS = ("num_preemptions", "prefix_cache_hits")
 
 
 def plan_engine(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Planned:
@@ -61,6 +63,8 @@ def simulate(
     device: DeviceFacts,
     load: PreparedLoad,
     bar: Any,
+    percentiles: Sequence[float] = (),
+    limits_ms: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[list[Run], dict[str, Any]]:
     """The rounds of a load, and facts about the engine for the result. Equal arguments give equal answers.
 
@@ -70,6 +74,8 @@ def simulate(
     Args:
         name: the name of the model.
         bar: called with the number of requests of all three; returns an object with update() and close().
+        percentiles: of times, to give intervals for.
+        limits_ms: see `measure`. With limits there is an interval for the goodput.
 
     Raises:
         ConfigError: the settings or the load contradict themselves, or the model does not fit into memory.
@@ -100,7 +106,7 @@ def simulate(
         return runs, client.totals
 
     runs, totals = serve(1.0)
-    ends = [serve(slowness)[0] for slowness in (1 / ratio, ratio)]
+    ends = [serve(slowness) for slowness in (1 / ratio, ratio)]
     progress.close()
     prompts = [prompt for each in sent for prompt in each]
     facts = {
@@ -115,24 +121,28 @@ def simulate(
         "simulated": _said_of(resolved, known, totals)
         | {
             "step_time_interval": [1 / ratio, ratio],  # measured / predicted of nine of ten steps lies in it
-            "intervals": _intervals([runs, *ends]),
+            "intervals": _intervals([(runs, totals), *ends], percentiles, limits_ms),
         },
     }
     return runs, facts
 
 
-def _intervals(cases: Sequence[Sequence[Run]]) -> dict[str, list[float]]:
-    """The least and the greatest rates and times of several cases, under their keys in the result.
+def _intervals(
+    cases: Sequence[tuple[Sequence[Run], Totals]], percentiles: Sequence[float], limits_ms: Mapping[str, float]
+) -> dict[str, list[float]]:
+    """The least and the greatest rates, times and counts of several cases, under their keys in the result.
 
     A case in which nothing was timed has no times: it refused all requests, or their answers are single tokens.
     """
     found: dict[str, list[float]] = {}
-    for runs in cases:
-        metrics = measure(runs, [], {})
-        numbers = {name: metrics.rates[name] for name in RATES}
+    for runs, totals in cases:
+        metrics = measure(runs, percentiles, limits_ms)
+        numbers = {name: metrics.rates[name] for name in (*RATES, *(["request_goodput"] if limits_ms else []))}
         for name, times in metrics.times.items():
             if times.num_values:
                 numbers |= {f"mean_{name}_ms": 1000 * times.mean, f"median_{name}_ms": 1000 * times.median}
+                numbers |= {f"p{word(p)}_{name}_ms": 1000 * seconds for p, seconds in times.percentiles.items()}
+        numbers |= {name: getattr(totals, name) for name in COUNTS}
         for name, number in numbers.items():
             found.setdefault(name, []).append(number)
     return {name: [min(numbers), max(numbers)] for name, numbers in found.items()}

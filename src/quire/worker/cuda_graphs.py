@@ -15,7 +15,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -50,12 +50,27 @@ def in_order(sizes: Sequence[Padding]) -> list[Padding]:
     return sorted(sizes, key=lambda size: (size.tokens, size.rows, size.has_adapters), reverse=True)
 
 
+# The fields of a staged step that no forward pass reads.
+_UNREAD = {"logits_indices_R", "adapter_slots_R", "expecting_rows", "parameters", "host", "num_tokens", "padding"}
+
+
+def _places(staged: StagedStep) -> dict[str, object]:
+    """Where a forward pass reads each field: the addresses of tensors, and all other values themselves."""
+    found: dict[str, object] = {}
+    for name in (field.name for field in fields(staged) if field.name not in _UNREAD):
+        value = getattr(staged, name)
+        tensors = value if isinstance(value, list) else [value]
+        found[name] = [each.data_ptr() if isinstance(each, Tensor) else each for each in tensors]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph with the arrays that it was captured with. The arrays must stay where they are."""
+    """A graph with the arrays that it was captured with, and their places. The arrays must stay where they are."""
 
     graph: Graph
     staged: StagedStep
+    places: dict[str, object]
 
 
 @contextmanager
@@ -124,7 +139,7 @@ class StepGraphs:
                 run = partial(self._forward, staged, size)
                 run()  # loads kernels, which cannot be done within a capture
                 self._accelerator.synchronize()
-                self._captured[size] = _Captured(self._accelerator.capture(run, pool), staged)
+                self._captured[size] = _Captured(self._accelerator.capture(run, pool), staged, _places(staged))
                 self.num_captured = done
                 on_captured(done, len(self._sizes))
 
@@ -152,7 +167,8 @@ class StepGraphs:
             self._given_TD[: len(hidden_TD)].copy_(hidden_TD)
             # A pass may add to the rows of the padding: without this they would grow from step to step.
             self._given_TD[len(hidden_TD) : size.tokens].zero_()
-        assert captured.staged.token_ids_T.data_ptr() == staged.token_ids_T.data_ptr(), "the step lies elsewhere"
+        moved = [name for name, place in _places(staged).items() if captured.places.get(name, [None]) != place]
+        assert not moved, f"{moved} of the step lie elsewhere than in the graph"
         self._model.prepare(staged.host, self._caches)
         if self._group is not None:
             self._group.agree()

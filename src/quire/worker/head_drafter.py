@@ -92,25 +92,20 @@ class HeadDrafter:
 
     def learn(self, step: StepRows) -> None:
         """See Drafter. Long pieces are computed, and the hidden states of the positions after them are kept."""
-        rows_S, starts_S, lens_S = step.rows_S, step.starts_S, step.lens_S
-        ends_S, num_tokens = starts_S + lens_S, int(lens_S.sum())
-        firsts_S = np.cumsum(lens_S) - lens_S
+        rows_S, starts_S, ends_S = step.rows_S, step.starts_S, step.starts_S + step.lens_S
         if (lost_S := self._num_seen_C[rows_S] < starts_S).any():
             self._num_computed_C[rows_S[lost_S]] = starts_S[lost_S]
         leaving_S = ends_S - self._num_kept
-        if (self._num_computed_C[rows_S] < leaving_S).any():
-            self._read_leaving(step, firsts_S)
-        computed_S = np.maximum(self._num_computed_C[rows_S], leaving_S)
-        begins_S = np.maximum(computed_S, starts_S)
-        self._keep(rows_S, begins_S, ends_S, firsts_S + begins_S - starts_S, num_tokens)
-        self._num_computed_C[rows_S], self._num_seen_C[rows_S] = computed_S, ends_S
+        computed_S = self._num_computed_C[rows_S]
+        if (computed_S < leaving_S).any():
+            self._read_leaving(step)
+            computed_S = np.maximum(self._num_computed_C[rows_S], leaving_S)
+            self._num_computed_C[rows_S] = computed_S
+        self._keep(step, np.maximum(computed_S, starts_S), ends_S)
+        self._num_seen_C[rows_S] = ends_S
 
-    def _read_leaving(self, step: StepRows, firsts_S: NDArray[np.int64]) -> None:
-        """Compute the positions whose hidden states will not be kept any longer.
-
-        Args:
-            firsts_S: the index in the target's step of each row's first token.
-        """
+    def _read_leaving(self, step: StepRows) -> None:
+        """Compute the positions whose hidden states will not be kept any longer."""
         inputs, rows_S, starts_S, ends_S = self._inputs, step.rows_S, step.starts_S, step.starts_S + step.lens_S
         # A position can be computed if its next token is known, and is no unverified draft.
         known_S = np.minimum(np.minimum(ends_S, inputs.num_tokens[rows_S]) - 1, self._max_length)
@@ -120,7 +115,7 @@ class HeadDrafter:
         long_S = np.flatnonzero((ends_S - self._num_computed_C[rows_S] > self._num_kept) & (known_S > starts_S))
         if len(long_S):
             long = _without_logits(rows_S[long_S], starts_S[long_S], known_S[long_S] - starts_S[long_S])
-            given_TD = self._head.hidden_of(self._picked(_ranges(firsts_S[long_S], long.lens_S)))
+            given_TD = self._head.hidden_of(self._picked(_ranges(_firsts(step)[long_S], long.lens_S)))
             self._read_positions(long, given_TD)
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
@@ -175,27 +170,17 @@ class HeadDrafter:
         self._head.read(inputs.forward_batch(inputs.stage(step), self._caches, hidden_TD))
         self._num_computed_C[step.rows_S] = step.starts_S + step.lens_S
 
-    def _keep(
-        self,
-        rows_S: NDArray[np.int64],
-        begins_S: NDArray[np.int64],
-        ends_S: NDArray[np.int64],
-        firsts_S: NDArray[np.int64],
-        num_tokens: int,
-    ) -> None:
-        """Keep the hidden states of these positions.
-
-        Args:
-            firsts_S: the index in the target's step of each row's position `begins_S`.
-            num_tokens: the number of tokens of the target's step.
-        """
+    def _keep(self, step: StepRows, begins_S: NDArray[np.int64], ends_S: NDArray[np.int64]) -> None:
+        """Keep the hidden states of these positions. They are the last ones of the rows of the target's step."""
         lens_S = ends_S - begins_S
         num_kept = int(lens_S.sum())
         # Usually all tokens of the step are kept: then no copy is needed.
-        streams_NX = (
-            self._streams.kept_TX[:num_kept] if num_kept == num_tokens else self._picked(_ranges(firsts_S, lens_S))
-        )
-        self._kept_CWX.view(-1, streams_NX.shape[1]).index_copy_(0, self._places(rows_S, begins_S, lens_S), streams_NX)
+        if num_kept == int(step.lens_S.sum()):
+            streams_NX = self._streams.kept_TX[:num_kept]
+        else:
+            streams_NX = self._picked(_ranges(_firsts(step) + begins_S - step.starts_S, lens_S))
+        places_N = self._places(step.rows_S, begins_S, lens_S)
+        self._kept_CWX.view(-1, streams_NX.shape[1]).index_copy_(0, places_N, streams_NX)
 
     def _kept(self, step: StepRows) -> Tensor:
         """The kept hidden states of the tokens of a pass, [T, D]."""
@@ -209,12 +194,21 @@ class HeadDrafter:
 
     def _places(self, rows_S: NDArray[np.int64], begins_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> Tensor:
         """The indices at which these positions of the rows are kept. Each row has a ring buffer."""
-        places_N = np.repeat(rows_S, lens_S) * self._num_kept + _ranges(begins_S, lens_S) % self._num_kept
+        if (lens_S == 1).all():
+            places_N = rows_S * self._num_kept + begins_S % self._num_kept
+        else:
+            places_N = np.repeat(rows_S, lens_S) * self._num_kept + _ranges(begins_S, lens_S) % self._num_kept
         return gpu.place(torch.from_numpy(places_N), self._kept_CWX.device)
 
 
 def _without_logits(rows_R: NDArray[np.int64], starts_R: NDArray[np.int64], lens_R: NDArray[np.int64]) -> StepRows:
     return StepRows(rows_R, starts_R, lens_R, np.zeros(0, dtype=np.int64), ahead=1)
+
+
+def _firsts(step: StepRows) -> NDArray[np.int64]:
+    """The index in a step of each row's first token."""
+    firsts_S: NDArray[np.int64] = np.cumsum(step.lens_S) - step.lens_S
+    return firsts_S
 
 
 def _ranges(begins_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> NDArray[np.int64]:

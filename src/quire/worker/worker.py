@@ -384,11 +384,12 @@ def _lost(ranks: Ranks | None, phase: str, error: Exception) -> EngineDeadError:
     if ranks is not None and ranks.own_failure is not None:
         return ranks.own_failure
     what = f"Rank {0 if ranks is None else ranks.rank} cannot go on with {phase}: {error}"
-    late = ranks.failing.failed_rank if ranks is not None and isinstance(error, RankLate) else None
-    if ranks is None or late is None:
+    if ranks is None or (failed := ranks.failing.failed_rank) is None:
         return PeerLostError(what)
     where = ranks.whereabouts
-    return EngineDeadError(f"{what}. Rank {late} ({where.name(late)}) {where.doing(late)}")
+    if isinstance(error, RankLate):
+        return EngineDeadError(f"{what}. Rank {failed} ({where.name(failed)}) {where.doing(failed)}")
+    return PeerLostError(f"{what}. Rank {failed} is {where.name(failed)}")
 
 
 def _may_leave(ranks: Ranks, error: Exception) -> bool:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import has_wgmma, row_strides
-from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, expert_rows, rows_of_tiles, store_tile
+from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, rows_of_program, rows_of_tiles, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -47,17 +47,12 @@ def _dense_kernel(
     UPCAST: tl.constexpr,
 ):
     """If it is split, a program takes one part of K, out is float32 [PARTS, M, N], and there is no bias."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert, m, is_m, row_of_x, length = rows_of_program(
+        begins_ptr, order_ptr, num_experts, num_slots, M, K, EXPERTS, OF_TOKENS, BLOCK_M
+    )
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    is_m, is_n = m < M, n < N
-    row_of_x, column, length = m, n.to(tl.int64), K
-    if EXPERTS > 0:
-        expert, m, is_m, row_of_x = expert_rows(
-            tl.program_id(0), begins_ptr, order_ptr, num_experts, num_slots, EXPERTS, OF_TOKENS, BLOCK_M
-        )
-        column += expert * N
-        length = tl.where(tl.max(is_m.to(tl.int32), axis=0) > 0, K, 0)
+    is_n, column = n < N, n.to(tl.int64) + expert * N
     x_ptrs = x_ptr + row_of_x.to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_ptrs = weight_ptr + column[:, None] * weight_stride + k[None, :]
 

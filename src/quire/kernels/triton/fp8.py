@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import has_wgmma, next_power_of_2, row_strides
-from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, expert_rows, rows_of_tiles, store_tile
+from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, rows_of_program, rows_of_tiles, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -56,17 +56,12 @@ def _fp8_kernel(
 
     If it is not grouped, a row of the weight has one scale.
     """
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert, m, is_m, row_of_x, length = rows_of_program(
+        begins_ptr, order_ptr, num_experts, num_slots, M, K, EXPERTS, OF_TOKENS, BLOCK_M
+    )
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    is_m, is_n = m < M, n < N
-    row_of_x, column, length = m, n.to(tl.int64), K
-    if EXPERTS > 0:
-        expert, m, is_m, row_of_x = expert_rows(
-            tl.program_id(0), begins_ptr, order_ptr, num_experts, num_slots, EXPERTS, OF_TOKENS, BLOCK_M
-        )
-        column += expert * N
-        length = tl.where(tl.max(is_m.to(tl.int32), axis=0) > 0, K, 0)
+    is_n, column = n < N, n.to(tl.int64) + expert * N
     x_ptrs = x_ptr + row_of_x.to(tl.int64)[:, None] * x_stride + k[None, :]
     code_ptrs = codes_ptr + column[:, None] * codes_stride + k[None, :]
     scale_ptrs = scales_ptr + column * scales_stride

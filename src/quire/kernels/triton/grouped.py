@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.formats.weight_format import GroupedFormat
 from quire.kernels.triton.launch import ceil_div, has_wgmma
-from quire.kernels.triton.parts import ExpertRows, Launch, choose_tile, expert_rows, rows_of_tiles, store_tile
+from quire.kernels.triton.parts import ExpertRows, Launch, choose_tile, rows_of_program, rows_of_tiles, store_tile
 
 _PANEL_WIDTH = 64  # kPanelWidth of grouped_layout.h
 
@@ -88,18 +88,12 @@ def _grouped_kernel(
     HIGH_BITS: tl.constexpr = BITS - LOW_BITS
     WORDS: tl.constexpr = 1 if HIGH_BITS == 0 else LOW_BITS // HIGH_BITS
     PITCH: tl.constexpr = WORDS if HIGH_BITS == 0 else WORDS + 1
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert, m, is_m, row_of_x, length = rows_of_program(
+        begins_ptr, order_ptr, num_experts, num_slots, M, K, EXPERTS, OF_TOKENS, BLOCK_M
+    )
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    panel = (n // 64).to(tl.int64)
+    panel = (n // 64).to(tl.int64) + expert * tl.cdiv(N, 64)
     column = n % 64
-    is_m = m < M
-    row_of_x, length = m, K
-    if EXPERTS > 0:
-        expert, m, is_m, row_of_x = expert_rows(
-            tl.program_id(0), begins_ptr, order_ptr, num_experts, num_slots, EXPERTS, OF_TOKENS, BLOCK_M
-        )
-        panel += expert * tl.cdiv(N, 64)
-        length = tl.where(tl.max(is_m.to(tl.int32), axis=0) > 0, K, 0)
     k = tl.arange(0, BLOCK_K)
     word = tl.arange(0, BLOCK_K // CODES)
     row = tl.arange(0, ROWS) * (BLOCK_K // ROWS)

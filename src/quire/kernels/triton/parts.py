@@ -92,33 +92,41 @@ def rows_of_tiles(M: int, experts: ExpertRows | None) -> int:
 
 
 @triton.jit
-def expert_rows(
-    tile,
+def rows_of_program(
     begins_ptr,
     order_ptr,
     num_experts,
     num_slots,
+    M,
+    K,
     EXPERTS: tl.constexpr,
     OF_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """For the number of a tile: its expert, its rows of the result, whether these rows exist, and its rows of x.
+    """For a program along M: its expert, its rows of the result, whether these rows exist, its rows of x, and K.
 
-    Tiles are numbered from expert to expert. A number after the last tile has no rows.
+    Tiles of experts are numbered from expert to expert. A number after the last tile has no rows, and 0 in place of K.
+    Without experts the expert is 0.
     """
-    e = tl.arange(0, EXPERTS)
-    is_e = e < num_experts
-    begins = tl.load(begins_ptr + e, mask=is_e, other=0)
-    tiles = tl.cdiv(tl.load(begins_ptr + e + 1, mask=is_e, other=0) - begins, BLOCK_M)
-    ends = tl.cumsum(tiles, axis=0)
-    expert = tl.minimum(tl.sum((ends <= tile).to(tl.int32), axis=0), num_experts - 1)
-    first = tl.sum(tl.where(e == expert, ends - tiles, 0), axis=0)
-    m = tl.load(begins_ptr + expert) + (tile - first) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_m = m < tl.load(begins_ptr + expert + 1)
-    row = m
-    if OF_TOKENS:
-        row = tl.load(order_ptr + m, mask=is_m, other=0) // num_slots
-    return expert.to(tl.int64), m, is_m, row
+    tile = tl.program_id(0)
+    if EXPERTS > 0:
+        e = tl.arange(0, EXPERTS)
+        is_e = e < num_experts
+        begins = tl.load(begins_ptr + e, mask=is_e, other=0)
+        tiles = tl.cdiv(tl.load(begins_ptr + e + 1, mask=is_e, other=0) - begins, BLOCK_M)
+        ends = tl.cumsum(tiles, axis=0)
+        expert = tl.minimum(tl.sum((ends <= tile).to(tl.int32), axis=0), num_experts - 1)
+        first = tl.sum(tl.where(e == expert, ends - tiles, 0), axis=0)
+        m = tl.load(begins_ptr + expert) + (tile - first) * BLOCK_M + tl.arange(0, BLOCK_M)
+        is_m = m < tl.load(begins_ptr + expert + 1)
+        row_of_x = m
+        if OF_TOKENS:
+            row_of_x = tl.load(order_ptr + m, mask=is_m, other=0) // num_slots
+        expert, length = expert.to(tl.int64), tl.where(tl.max(is_m.to(tl.int32), axis=0) > 0, K, 0)
+    else:
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        expert, is_m, row_of_x, length = 0, m < M, m, K
+    return expert, m, is_m, row_of_x, length
 
 
 @triton.jit

@@ -65,7 +65,7 @@ export function has(chat, words) {
 
 export const toFile = (chats) => JSON.stringify({ format: FORMAT, version: 1, chats });
 
-// The chats of a file. Throws an Error that says what is wrong with it; what is not a chat's is left out.
+// The chats of a file. Throws an Error that says what is wrong with it; fields that a chat does not have are left out.
 export function fromFile(text) {
   let file = null;
   try {

@@ -3,7 +3,8 @@
 const MAX_CHARS = 100_000;
 const TOKENS = /"(?:[^"\\]|\\.)*"|[{}[\],:]|[^\s{}[\],:"]+/g;
 
-// The text of an object or a list with a line for each member, its numbers and strings as they are; null: it is no JSON.
+// The text of an object or a list with a line for each member. Numbers and strings stay as they are. null: it is no
+// JSON.
 export function indented(text) {
   if (!/^\s*[[{]/.test(text) || text.length > MAX_CHARS) return null;
   try {

@@ -35,8 +35,8 @@ function parsed(id) {
 
 export const systemPrompt = () => $("system").value.trim();
 
-// The first field whose number the browser could not read, or that JavaScript would round, or that is no JSON; everything
-// else is for the server to judge.
+// The first field whose number the browser could not read, or that JavaScript would round, or that is no JSON. The
+// server judges everything else.
 export function mistyped() {
   for (const id of Object.keys(texts)) $(id).setCustomValidity(parsed(id) === undefined ? "This is no JSON" : "");
   const boxes = Object.keys(texts).map($);
