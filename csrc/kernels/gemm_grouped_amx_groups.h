@@ -91,7 +91,7 @@ template <int kRows, Offset kOffset>
 void add_super_of_tile(const FactorNumbers& factors, int64_t column, const QuantizedRows& input, int64_t row,
                        int64_t super, int64_t num_groups, const I32 (&sums)[kRows], float* totals) {
   const F32 scales = load(factors.halves + column);
-  const MinimumPairs pairs(factors, kOffset == Offset::minima ? num_groups : 0, column);
+  const MinimumPairs<> pairs(factors, kOffset == Offset::minima ? num_groups : 0, column);
   F32 minimum_scales = zero();
   if constexpr (kOffset == Offset::minima) minimum_scales = load(factors.halves + kPanelWidth + column);
 #pragma GCC unroll 16

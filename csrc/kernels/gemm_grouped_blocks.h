@@ -21,9 +21,11 @@ inline I32 of_floats(I32 codes) {
 inline I32 subtract_bytes(I32 x, int y) { return _mm512_sub_epi8(x, _mm512_set1_epi8(static_cast<char>(y))); }
 inline I32 and_bytes(I32 x, int y) { return _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(y))); }
 inline I32 shift(I32 x, int up) { return up >= 0 ? _mm512_slli_epi16(x, up) : _mm512_srli_epi16(x, -up); }
-inline I32 join_bits(I32 low, I32 high, int low_mask) {
+// low & low_mask | high & high_mask
+inline I32 join_bits(I32 low, I32 high, int low_mask, int high_mask) {
   constexpr int kLowElseHigh = 0xe4;
-  return _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(static_cast<char>(low_mask)), kLowElseHigh);
+  const I32 both = _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(static_cast<char>(low_mask)), kLowElseHigh);
+  return and_bytes(both, low_mask | high_mask);
 }
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 inline I32 low_halves(I32 x) { return _mm256_and_si256(x, _mm256_set1_epi8(0x0f)); }
@@ -35,9 +37,8 @@ inline I32 of_floats(I32 codes) {
 inline I32 subtract_bytes(I32 x, int y) { return _mm256_sub_epi8(x, _mm256_set1_epi8(static_cast<char>(y))); }
 inline I32 and_bytes(I32 x, int y) { return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(y))); }
 inline I32 shift(I32 x, int up) { return up >= 0 ? _mm256_slli_epi16(x, up) : _mm256_srli_epi16(x, -up); }
-inline I32 join_bits(I32 low, I32 high, int low_mask) {
-  const I32 mask = _mm256_set1_epi8(static_cast<char>(low_mask));
-  return _mm256_or_si256(_mm256_and_si256(low, mask), _mm256_andnot_si256(mask, high));
+inline I32 join_bits(I32 low, I32 high, int low_mask, int high_mask) {
+  return _mm256_or_si256(and_bytes(low, low_mask), and_bytes(high, high_mask));
 }
 #endif
 
@@ -79,9 +80,10 @@ inline void unpack_vectors(const uint8_t* from, uint8_t* to, int64_t pitch) {
   for (int q = 0; q < kQuads; ++q) {
     if (q % kSharing == 0) low = load_i32(from + q / kSharing * kQuadBytes);
     I32 codes = shift(low, -(q % kSharing) * kPlanes.low_bits);
-    if constexpr (kPlanes.high_bits != 0)
-      codes = join_bits(codes, shift(high, kPlanes.low_bits - q * kPlanes.high_bits), kLowMask);
-    codes = and_bytes(codes, kMask);
+    if constexpr (kPlanes.high_bits == 0)
+      codes = and_bytes(codes, kLowMask);
+    else
+      codes = join_bits(codes, shift(high, kPlanes.low_bits - q * kPlanes.high_bits), kLowMask, kMask - kLowMask);
     if constexpr (kSigned) codes = subtract_bytes(codes, 1 << (kBits - 1));
     store_i32(to + q * pitch, codes);
   }
@@ -220,9 +222,14 @@ inline void add_super_of_rows(const SuperRun& run, const FactorNumbers& numbers,
       }
     };
     if constexpr (kOffset == Offset::minima) {
-      const MinimumPairs pairs(numbers, run.super_groups, c);
-      add_rows([&](int64_t r) { return pairs.times(sums + 2 * r, input.number_pitch); },
-               load(numbers.halves + kPanelWidth + c));
+      const F32 minimum_scales = load(numbers.halves + kPanelWidth + c);
+      const auto add_minima = [&](const auto& pairs) {
+        add_rows([&](int64_t r) { return pairs.times(sums + 2 * r, input.number_pitch); }, minimum_scales);
+      };
+      if (run.super_groups == 8)
+        add_minima(MinimumPairs<4>(numbers, 8, c));
+      else
+        add_minima(MinimumPairs<>(numbers, run.super_groups, c));
     } else {
       add_rows([](int64_t) { return zero_i32(); }, zero());
     }

@@ -144,6 +144,14 @@ inline F32 to_float(I32 x) { return {__builtin_convertvector(x, Vector4f)}; }
 #endif
 inline I32 zero_i32() { return broadcast_i32(0); }
 
+inline I32 add_pairs(I32 sums, I32 x, I32 y) {
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
+  return dot_pairs(sums, x, y);
+#else
+  return add(sums, multiply_pairs(x, y));
+#endif
+}
+
 // The numbers of an input row for a group of the weight, see QuantizedRows.
 struct RowNumbers {
   F32 scale, offset_factor;
@@ -195,25 +203,30 @@ inline I32 add_factor_group(I32 super, I32 sums, int32_t zero_sum, I32 factors) 
   return add(super, multiply(sums, factors));
 }
 
-// The factors of the minima of a super-group's groups, in pairs of 16-bit integers, for one vector of columns.
+// The factors of the minima of a super-group's groups, in pairs of 16-bit integers, for one vector of columns. kPairs:
+// as many pairs, which then stay in registers; 0: a number that the compiler does not know.
+template <int kPairs = 0>
 struct MinimumPairs {
   int64_t count;
-  I32 factors[kMaxSuperElements / 16 / 2];
+  I32 factors[kPairs > 0 ? kPairs : kMaxSuperElements / 16 / 2];
 
-  MinimumPairs(const FactorNumbers& numbers, int64_t num_groups, int64_t column) : count(ceil_div(num_groups, 2)) {
+  MinimumPairs(const FactorNumbers& numbers, int64_t num_groups, int64_t column)
+      : count(kPairs > 0 ? kPairs : ceil_div(num_groups, 2)) {
     const int8_t* from = numbers.factors + kPanelWidth + column;
     static constexpr int8_t kNone[kPanelWidth] = {};
-    for (int64_t g = 0; g < num_groups; g += 2, from += 2 * numbers.group_bytes)
-      factors[g / 2] = load_factor_pairs(from, g + 1 < num_groups ? from + numbers.group_bytes : kNone);
+#pragma GCC unroll 4
+    for (int64_t pair = 0; pair < (kPairs > 0 ? kPairs : count); ++pair, from += 2 * numbers.group_bytes)
+      factors[pair] = load_factor_pairs(from, 2 * pair + 1 < num_groups ? from + numbers.group_bytes : kNone);
   }
 
   // The integer sum of the minima; `sums` belong to a row, see QuantizedRows.
   I32 times(const int16_t* sums, int64_t number_pitch) const {
     I32 total = zero_i32();
-    for (int64_t pair = 0; pair < count; ++pair, sums += 2 * number_pitch) {
+#pragma GCC unroll 4
+    for (int64_t pair = 0; pair < (kPairs > 0 ? kPairs : count); ++pair, sums += 2 * number_pitch) {
       int32_t both;
       std::memcpy(&both, sums, sizeof(both));
-      total = add(total, multiply_pairs(factors[pair], broadcast_i32(both)));
+      total = add_pairs(total, factors[pair], broadcast_i32(both));
     }
     return total;
   }

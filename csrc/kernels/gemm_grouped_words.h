@@ -1,15 +1,17 @@
 // Tiles of the product with grouped integer weights where no instruction of 512 bits adds four products of bytes to 32
-// bits. AVX-VNNI has one of 256 bits (vpdpbusd): its sums have 32 bits from the start. AVX2, and AVX-512 without VNNI,
-// multiply
+// bits. AVX-VNNI has one of 256 bits (vpdpbusd): its sums have 32 bits from the start, and gemm_grouped_avx_vnni.h has
+// whole groups of 3 to 6 rows. AVX2, and AVX-512 without VNNI, multiply
 //   codes up to 6 bits   by vpmaddubsw. Its sums of two products stay in 16 bits for as many quads as cannot overflow:
-//   8
-//                        with codes up to 4 bits, 4 with 5 bits, 2 with 6.
+//                        8 with codes up to 4 bits, 4 with 5 bits, 2 with 6.
 //   codes of 8 bits      by vpmaddwd, widened to 16 bits, because vpmaddubsw would saturate. Rows of x are widened once
 //                        per block.
 // All give exact sums.
 #pragma once
 
 #include "gemm_grouped_blocks.h"
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
+#include "gemm_grouped_avx_vnni.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -345,6 +347,10 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
 
 template <int kRows, Codes kCodes, Offset kOffset>
 void add_groups(const GroupRun& run, Prefetch& prefetch) {
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
+  if constexpr (kRows >= kMinPartRows && kCodes != Codes::floats)
+    return add_groups_of_parts<kRows, is_packed(kCodes), kOffset>(run, prefetch);
+#endif
   if constexpr (kHasEights && kCodes == Codes::packed) {
     if (run.group_quads == 8) return add_groups<kRows, kCodes, kOffset, true>(run, prefetch);
   }
@@ -425,6 +431,10 @@ void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch pr
 
 template <int kRows, Codes kCodes, Offset kOffset>
 void add_supers(const SuperRun& run, int32_t* supers, const Prefetch& prefetch) {
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
+  if constexpr (kRows >= kMinPartRows)
+    return add_supers_of_parts<kRows, is_packed(kCodes), kOffset>(run, supers, prefetch);
+#endif
   if (!kHasWords) {
     add_supers<kRows, kCodes, kOffset, 4>(run, run.group_quads, supers, prefetch);
   } else if (kOffset == Offset::middle) {

@@ -191,6 +191,15 @@ inline __m256i dot_bytes(__m256i sums, __m256i unsigned_bytes, __m256i signed_by
   return _mm256_dpbusd_epi32(sums, unsigned_bytes, signed_bytes);
 #endif
 }
+
+// In each lane: sums + the products of two pairs of 16 bits.
+inline __m256i dot_pairs(__m256i sums, __m256i x, __m256i y) {
+#ifdef __AVXVNNI__
+  return _mm256_dpwssd_avx_epi32(sums, x, y);
+#else  // QUIRE_EVEX_VNNI of CMakeLists.txt
+  return _mm256_dpwssd_epi32(sums, x, y);
+#endif
+}
 #endif
 
 // For every mask: the numbers of its set bits, one byte each.
