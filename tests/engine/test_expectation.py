@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import quire.demo
 from quire.config import EngineConfig
+from quire.cost.step_time import StepTime
 from quire.engine import warm_up
 from quire.engine.deterministic import DeterministicExecutor
 from quire.engine.warm_up import MOST_DISTURBED_SECONDS, MOST_SECONDS, MOST_TOKENS, produce_tokens
 from quire.metrics.stopwatch import BUSY_SHARE, Lap, Stopwatch, busy_machine
 from quire.model_config import load_model_config
-from quire.planning.expectation import expectation, longest_steps
+from quire.planning.expectation import expectation, full_steps
 from quire.resolve import DeviceFacts, resolve
 from quire.screen.first_screen import _expectation
 from tests.cost.models import cost_model
-from tests.scheduler.driver import Driver
+from tests.scheduler.driver import Driver, request
 
 RESOLVED = resolve(
     EngineConfig(max_num_seqs=5, max_num_batched_tokens=2048),
@@ -145,25 +147,87 @@ def test_the_screen_says_the_interval_and_what_binds() -> None:
     ]
 
 
-def test_the_longest_steps_that_settings_allow() -> None:
-    """A context of the demo model has 2,048 tokens, so a step of 2,148 tokens has two prompts."""
-    config = EngineConfig(max_num_seqs=5, max_num_batched_tokens=2148, max_shared_prefill_tokens=96)
-    device = DeviceFacts("cpu", "test", "avx2", 1, 1 << 36, 1 << 36)
-    resolved = resolve(config, load_model_config(quire.demo.path()), device, is_server=True)
+DEVICE = DeviceFacts("cpu", "test", "avx2", 1, 1 << 36, 1 << 36)
+LENGTH = 1200  # of contexts
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "budget", "shared", "more", "rows"),
+    [
+        (1, 8192, 96, {}, {"max_num_batched_tokens": [1199], "max_shared_prefill_tokens": [96]}),
+        (5, 2500, 0, {}, {"max_num_batched_tokens": [1199, 1199, 102]}),
+        (2, 8192, 0, {}, {"max_num_batched_tokens": [1199, 1199]}),
+        (5, 2500, 96, {}, {"max_num_batched_tokens": [1199], "max_shared_prefill_tokens": [1, 1, 1, 1, 96]}),
+        (
+            12,
+            2500,
+            2500,
+            {},
+            {"max_num_batched_tokens": [1199, 1199, 102], "max_shared_prefill_tokens": [*[1] * 8, 1199, 1199, 94]},
+        ),
+        (9, 2500, 2500, {}, {"max_shared_prefill_tokens": [*[1] * 8, 1199]}),
+        (
+            4,
+            64,
+            40,
+            {"long_prefill_token_threshold": 16},
+            {"max_num_batched_tokens": [16, 16, 8], "max_shared_prefill_tokens": [1, 1, 1, 16]},
+        ),
+        (4, 2398, 96, {"enable_chunked_prefill": False}, {"max_num_batched_tokens": [1199, 1199]}),
+    ],
+)
+def test_a_full_step_is_one_that_the_scheduler_makes(
+    num_seqs: int, budget: int, shared: int, more: dict[str, Any], rows: dict[str, list[int]]
+) -> None:
+    """With new prompts and answers, it is the longest one."""
+    limits = {"max_num_seqs": num_seqs, "max_num_batched_tokens": budget, "max_shared_prefill_tokens": shared, **more}
+    config = EngineConfig(max_model_len=LENGTH, **limits)
+    resolved = resolve(config, load_model_config(quire.demo.path()), DEVICE, is_server=True)
     cost = cost_model()
-    load = cost.arithmetic.load
-    loads = {
-        "max_num_seqs": load([16] * 5, [1] * 5, 5),
-        "max_num_batched_tokens": load([0, 0], [2048, 100], 2),
-        "max_shared_prefill_tokens": load([*([1023] * 8), 0], [*([1] * 8), 96], 9),
-    }
-    steps = {step.setting: step for step in longest_steps(resolved, cost)}
-    assert {name: step.time for name, step in steps.items()} == {
-        name: cost.predict(each) for name, each in loads.items()
-    }
-    shared = steps["max_shared_prefill_tokens"]
+
+    def made(num_answers: int, num_prompts: int) -> list[int]:
+        """The tokens of the rows of a step."""
+        run = Driver(num_blocks=5000, max_model_len=LENGTH, enable_prefix_caching=False, **limits)
+        for index in range(num_answers):
+            run.add(request(f"answer {index}", [index], max_tokens=9))
+        if num_answers:
+            run.step()
+        for index in range(num_prompts):
+            run.add(request(f"prompt {index}", range(LENGTH - 1), max_tokens=1))
+        run.step()
+        return list(run.batches[-1].num_scheduled_tokens)
+
+    def predicted(counts: list[int], context: int) -> StepTime:
+        starts = [context - 1 if count == 1 else 0 for count in counts]
+        return cost.predict(cost.arithmetic.load(starts, counts, len(counts)))
+
+    steps = {step.setting: step for step in full_steps(resolved, cost)}
+    assert steps["max_num_seqs"].time == predicted(made(num_seqs, 1), 17)
+    assert ("max_shared_prefill_tokens" in steps) == bool(shared and config.enable_chunked_prefill)
+    for name, counts in rows.items():
+        num_answers = counts.count(1)
+        steps_made = [made(num_answers, num_seqs + 1)]  # one request waits at least
+        if name == "max_num_batched_tokens":
+            steps_made.append(made(0, 1))
+        assert counts in steps_made
+        assert steps[name].time == predicted(counts, 1024) == max(predicted(each, 1024) for each in steps_made)
+
+
+def test_the_words_of_full_steps() -> None:
+    cost = cost_model()
+    config = EngineConfig(max_num_seqs=5, max_num_batched_tokens=2148, max_shared_prefill_tokens=96)
+    resolved = resolve(config, load_model_config(quire.demo.path()), DEVICE, is_server=True)
+    *_, shared = full_steps(resolved, cost)
+    assert shared.rows == "96 tokens of a new prompt beside 4 answers of 1,024 tokens"
     assert shared.text().endswith(f", bound by {shared.time.bound}) for {shared.rows}")
-    assert shared.rows == "96 tokens of prompts beside 8 answers of 1,024 tokens"
     assert shared.as_dict()["low"] == pytest.approx(shared.time.low, rel=0.001)
     in_order = replace(resolved, scheduler=replace(resolved.scheduler, max_shared_prefill_tokens=0))
-    assert [step.setting for step in longest_steps(in_order, cost)] == list(loads)[:2]
+    assert [step.rows for step in full_steps(in_order, cost)] == [
+        "one token of each of 5 requests, in short contexts",
+        "2,148 tokens of 2 new prompts",
+    ]
+    alone = replace(resolved, scheduler=replace(resolved.scheduler, max_num_seqs=1))
+    assert [step.rows for step in full_steps(alone, cost)][1:] == [
+        "2,047 tokens of a new prompt",
+        "96 tokens of a new prompt",
+    ]

@@ -1,4 +1,4 @@
-"""What requests of a server can expect, and how long its longest steps take, for the first screen and `explain`."""
+"""What requests of a server can expect, and how long full steps take, for the first screen and `explain`."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def expectation(resolved: Resolved, cost: CostModel, origin: str, waited: float)
     return record
 
 
-class LongestStep(NamedTuple):
-    """The longest step that a setting allows: the setting, the rows for people, and the predicted time."""
+class FullStep(NamedTuple):
+    """A step that uses as much of a setting as the others allow, with its rows for people and its predicted time."""
 
     setting: str
     rows: str
@@ -74,32 +74,46 @@ class LongestStep(NamedTuple):
         return {"rows": self.rows, **Estimate(*self.time[:3]).as_dict(), "bound": self.time.bound}
 
 
-def longest_steps(resolved: Resolved, cost: CostModel) -> Iterator[LongestStep]:
-    """The predicted time behind each setting that limits the rows of steps."""
-    limits, longest = resolved.scheduler, resolved.model.max_model_len
+def full_steps(resolved: Resolved, cost: CostModel) -> Iterator[FullStep]:
+    """The predicted time of a full step, for each setting that limits the rows of steps.
 
-    def prompts(count: int) -> list[int]:
-        """The new tokens of rows that have `count` tokens together, each with as many as a request may have."""
-        whole, rest = divmod(count, longest)
+    It has new prompts and answers in short contexts, as many as all settings together let a step have. Attention late
+    in a long context takes longer. A target for the time between tokens (`slo_itl`) may make steps shorter.
+    """
+    limits, context = resolved.scheduler, max(resolved.model.max_model_len - 1, 1)  # no step computes the last token
+    places, budget, shared = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_shared_prefill_tokens
+    longest = context  # tokens of a prompt in a step
+    if not limits.enable_chunked_prefill:
+        shared = 0
+    elif threshold := limits.long_prefill_token_threshold:
+        longest = min(longest, threshold)
+
+    def prompts(count: int, most: int) -> list[int]:
+        """The tokens of at most `most` new prompts with `count` tokens together, each with as many as it may have."""
+        whole, rest = divmod(min(count, most * longest), longest)
         return [longest] * whole + [rest] * (rest > 0)
 
-    def step(answers: Sequence[int], counts: list[int]) -> StepTime:
-        rows = [1] * len(answers) + counts
-        return cost.predict(cost.arithmetic.load([*answers, *([0] * len(counts))], rows, len(rows)))
+    def step(starts: Sequence[int], counts: Sequence[int]) -> StepTime:
+        """Of answers that have so many tokens before, and of prompts."""
+        rows = [*([1] * len(starts)), *counts]
+        return cost.predict(cost.arithmetic.load([*starts, *([0] * len(counts))], rows, len(rows)))
 
-    answers = limits.max_num_seqs
-    yield LongestStep(
-        "max_num_seqs", f"one token of each of {answers:,} requests, in short contexts", decode_step(cost, answers)
+    yield FullStep(
+        "max_num_seqs", f"one token of each of {places:,} requests, in short contexts", decode_step(cost, places)
     )
-    budget = limits.max_num_batched_tokens
-    yield LongestStep("max_num_batched_tokens", f"{budget:,} tokens of prompts", step([], prompts(budget)))
-    if shared := limits.max_shared_prefill_tokens:
-        context = min(SHARED_CONTEXT, longest)
-        yield LongestStep(
-            "max_shared_prefill_tokens",
-            f"{shared:,} tokens of prompts beside {SHARED_ANSWERS} answers of {context:,} tokens",
-            step([context - 1] * SHARED_ANSWERS, prompts(shared)),
-        )
+    # If prompts share fewer tokens than the budget, only a prompt alone has all of it.
+    counts = max(prompts(min(shared or budget, budget), places), prompts(budget, 1), key=sum)
+    yield FullStep("max_num_batched_tokens", _prompts(counts), step([], counts))
+    if shared:
+        answers, context = min(SHARED_ANSWERS, places - 1), min(SHARED_CONTEXT, context)
+        counts = prompts(min(shared, budget - answers), places - answers)
+        beside = f" beside {answers} answer{'s' * (answers > 1)} of {context:,} tokens" if answers else ""
+        yield FullStep("max_shared_prefill_tokens", _prompts(counts) + beside, step([context - 1] * answers, counts))
+
+
+def _prompts(counts: Sequence[int]) -> str:
+    whose = f"{len(counts)} new prompts" if len(counts) > 1 else "a new prompt"
+    return f"{sum(counts):,} tokens of {whose}"
 
 
 def _rounded(number: float) -> float:

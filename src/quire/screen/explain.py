@@ -16,7 +16,7 @@ from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.planning import devices
 from quire.planning.binding import bound_facts, cpus_of_processes
 from quire.planning.cut_stages import check_cuts, cut_of, grid_of, part_of_rank
-from quire.planning.expectation import LongestStep, expectation, longest_steps
+from quire.planning.expectation import FullStep, expectation, full_steps
 from quire.planning.layouts import RankShare, rank_shares
 from quire.planning.memory_plan import (
     KvPages,
@@ -44,7 +44,7 @@ class Explanation:
         settings: the settings of the engine, then of the server.
         layers: the formats of the weights and their kernels.
         pages: the KV cache that requests take.
-        steps: the predicted time of the longest step that a setting allows, by the setting.
+        steps: the predicted time of a full step, by the setting that limits it: see `full_steps`.
         next_costs: the cost of the next larger value, for settings where it is known.
         error: the reason why a start would fail; None: it would not.
         ranks: the part that each of several ranks holds; none: one rank has the whole model.
@@ -56,7 +56,7 @@ class Explanation:
     settings: dict[str, Setting]
     layers: list[LayerKernel]
     pages: KvPages
-    steps: dict[str, LongestStep]
+    steps: dict[str, FullStep]
     next_costs: dict[str, str]
     error: MemoryPlanError | None = None
     ranks: tuple[RankShare, ...] = ()
@@ -228,7 +228,7 @@ def explain(
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
     pages, ranks = KvPages.of(resolved, model), rank_shares(whole, engine, resolved) if grid.size > 1 else ()
-    steps = {step.setting: step for step in longest_steps(resolved, known.cost)}
+    steps = {step.setting: step for step in full_steps(resolved, known.cost)}
     next_costs = _next_costs(resolved, model, pages, memory)
     return Explanation(model_name, model, machine, settings, layers, pages, steps, next_costs, error, ranks)
 
