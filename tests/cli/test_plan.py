@@ -18,6 +18,7 @@ from quire.kernels import extension
 from quire.measure.workload import NAMED_WORKLOADS
 from quire.model_config import load_model_config
 from quire.planning import devices
+from quire.planning.estimate import Estimate
 from quire.planning.step_costs import calibration_file
 from quire.resolve import resolve
 from tests.cost.models import CONSTANTS
@@ -88,6 +89,22 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "are missing on the device for a request of" in text_of(capsys, large, "--hardware", "l4", code=2)
 
 
+def test_json_of_goals_that_no_request_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rate within the goals is 0. The price and the resource are those of one request in each copy."""
+    folder = str(write_config(tmp_path, "Llama-3.1-8B"))
+    words = (folder, "--hardware", "l40s", "--slo-itl", "1ms", "--price-per-hour", "3.6")
+    best = shown(capsys, *words)["best"]
+    one = best["points"][0]
+    assert (one["name"], one["num_requests"], best["copies"], best["tensor_parallel_size"]) == ("one", 1, 1, 1)
+    assert best["requests_per_second"] == {"value": 0, "low": 0, "high": 0}
+    assert best["bound"] == one["bound"]
+    rate = one["output_tokens_per_second"]["value"]
+    assert best["price_per_million_tokens"]["value"] == pytest.approx(1000 / rate, rel=0.001)
+    printed = Estimate(**one["requests_per_second"]).text()
+    ranked = [line for line in text_of(capsys, *words).splitlines() if line.startswith("l40s ")]
+    assert f" {printed} " in ranked[0]
+
+
 def test_json_of_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """405B in bfloat16 on 8 x 80 GB: each way to share it lacks memory, and no request fits."""
     large = str(write_config(tmp_path, "Llama-3.1-405B"))
@@ -95,6 +112,7 @@ def test_json_of_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {row["tensor_parallel_size"] for row in rows} == {1, 2, 4, 8}
     for row in rows:
         assert (row["verdict"], row["num_sequences"], row["points"]) == ("does not fit", 0, [])
+        assert (row["requests_per_second"]["value"], row["bound"]) == (0, None)
         assert row["missing_bytes"] * row["tensor_parallel_size"] > 812e9 - 0.9 * row["tensor_parallel_size"] * 85e9
     (found,) = json.loads(text_of(capsys, large, "--hardware", "l4", "--json", code=2))["models"]
     assert (found["best"], found["check"]) == (None, 2)
