@@ -29,13 +29,14 @@ def parse_human_int(text: str | int) -> int:
         number, factor = number[:-1], KIB_SUFFIXES[number[-1]]
     try:
         value = float(number) * factor if "." in number else int(number) * factor
-    except ValueError:
+        whole = int(value)
+    except (ValueError, OverflowError):
         raise ConfigError(
             "Not a number", value=text, expected="an integer, or one with a suffix k, K, m, M, g or G"
         ) from None
-    if value != int(value):
+    if value != whole:
         raise ConfigError("Not a whole number", value=text, expected="a whole number after applying the suffix")
-    return int(value)
+    return whole
 
 
 def parse_length(text: str | int) -> int:

@@ -75,7 +75,7 @@ def test_human_numbers(text: str, value: int) -> None:
     assert parse_human_int(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "k", "1.0001k", "x", "1e3", "nan"])
+@pytest.mark.parametrize("text", ["", "k", "1.0001k", "x", "1e3", "nan", "1.e400", "nan.0"])
 def test_bad_human_numbers(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_human_int(text)

@@ -85,6 +85,7 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of(capsys, large, "--hardware", "l4x2", "--check", code=2)
     assert "are missing on each device for a request of" in text
     assert "fixes     " in text
+    assert "are missing on the device for a request of" in text_of(capsys, large, "--hardware", "l4", code=2)
 
 
 def test_json_of_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,6 +103,16 @@ def test_families(
     assert of_ranks(num_ranks, folder_of(family), **LIMITS, **FORMS[form], **asked) == one
 
 
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_whole_experts_in_stages(
+    num_ranks: int, folder_of: Callable[[str], Path], expected: Callable[[str, str, str], Answer]
+) -> None:
+    """The ranks of each of two stages share its experts: -tp 4 -pp 2 -ep."""
+    asked = LIMITS | FORMS["bfloat16"] | SHARES["neighbours"]
+    found = of_ranks(num_ranks, folder_of("qwen3_moe"), num_stages=2, **asked)
+    assert found == expected("qwen3_moe", "bfloat16", cpu.isa())
+
+
 # The kernels of both families meet instruction sets in the tests of kernels.
 @pytest.mark.parametrize(
     ("isa", "family", "share"),

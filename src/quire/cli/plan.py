@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -321,9 +322,11 @@ def _memory_bytes(text: str) -> int:
         plain = plain[:-2]
     elif plain[-2:] in ("GB", "MB"):
         plain = plain[:-2] + plain[-2].lower()
-    num_bytes = parse_human_int(plain)
+    num_bytes = 0
+    with suppress(ConfigError):
+        num_bytes = parse_human_int(plain)
     if num_bytes < 1:
-        raise ConfigError("Illegal size of memory", value=text, expected="a positive size, as 80GiB", param="memory")
+        raise ConfigError("Illegal size of memory", value=text, expected="a size, as 80GiB or 80GB", param="memory")
     return num_bytes
 
 

@@ -194,10 +194,10 @@ class RankedPlan:
         if demand.num_sequences is not None:
             what = f"{demand.num_sequences:,} full contexts"
         words = " ".join(closest.flags) or "the checkpoint as it is"
-        each = "each " if closest.hardware.count > 1 else ""
+        each = "each" if closest.hardware.count > 1 else "the"
         missing = shown_bytes(closest.missing_bytes)
         yield f"best      none: {words} on {closest.hardware.name} comes closest;"
-        yield f"          {missing} are missing on {each}device for {what}"
+        yield f"          {missing} are missing on {each} device for {what}"
         shown = {term.name: f"{shown_bytes(term.num_bytes)} ({term.origin})" for term in memory_terms(closest)}
         total = shown_bytes(closest.hardware.memory_bytes)
         yield f"memory    weights {shown['weights']}, work {shown['work']}, of {total}"
