@@ -21,11 +21,9 @@ inline I32 of_floats(I32 codes) {
 inline I32 subtract_bytes(I32 x, int y) { return _mm512_sub_epi8(x, _mm512_set1_epi8(static_cast<char>(y))); }
 inline I32 and_bytes(I32 x, int y) { return _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(y))); }
 inline I32 shift(I32 x, int up) { return up >= 0 ? _mm512_slli_epi16(x, up) : _mm512_srli_epi16(x, -up); }
-// low & low_mask | high & high_mask
-inline I32 join_bits(I32 low, I32 high, int low_mask, int high_mask) {
+inline I32 join_bits(I32 low, I32 high, int low_mask) {
   constexpr int kLowElseHigh = 0xe4;
-  const I32 both = _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(static_cast<char>(low_mask)), kLowElseHigh);
-  return and_bytes(both, low_mask | high_mask);
+  return _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(static_cast<char>(low_mask)), kLowElseHigh);
 }
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 inline I32 low_halves(I32 x) { return _mm256_and_si256(x, _mm256_set1_epi8(0x0f)); }
@@ -37,8 +35,9 @@ inline I32 of_floats(I32 codes) {
 inline I32 subtract_bytes(I32 x, int y) { return _mm256_sub_epi8(x, _mm256_set1_epi8(static_cast<char>(y))); }
 inline I32 and_bytes(I32 x, int y) { return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(y))); }
 inline I32 shift(I32 x, int up) { return up >= 0 ? _mm256_slli_epi16(x, up) : _mm256_srli_epi16(x, -up); }
-inline I32 join_bits(I32 low, I32 high, int low_mask, int high_mask) {
-  return _mm256_or_si256(and_bytes(low, low_mask), and_bytes(high, high_mask));
+inline I32 join_bits(I32 low, I32 high, int low_mask) {
+  const I32 mask = _mm256_set1_epi8(static_cast<char>(low_mask));
+  return _mm256_or_si256(_mm256_and_si256(low, mask), _mm256_andnot_si256(mask, high));
 }
 #endif
 
@@ -80,10 +79,9 @@ inline void unpack_vectors(const uint8_t* from, uint8_t* to, int64_t pitch) {
   for (int q = 0; q < kQuads; ++q) {
     if (q % kSharing == 0) low = load_i32(from + q / kSharing * kQuadBytes);
     I32 codes = shift(low, -(q % kSharing) * kPlanes.low_bits);
-    if constexpr (kPlanes.high_bits == 0)
-      codes = and_bytes(codes, kLowMask);
-    else
-      codes = join_bits(codes, shift(high, kPlanes.low_bits - q * kPlanes.high_bits), kLowMask, kMask - kLowMask);
+    if constexpr (kPlanes.high_bits != 0)
+      codes = join_bits(codes, shift(high, kPlanes.low_bits - q * kPlanes.high_bits), kLowMask);
+    codes = and_bytes(codes, kMask);
     if constexpr (kSigned) codes = subtract_bytes(codes, 1 << (kBits - 1));
     store_i32(to + q * pitch, codes);
   }
