@@ -63,6 +63,7 @@ void bind_group(nb::module_& m) {
           "timeout_seconds"_a, "peers"_a)
       .def_ro_static("first_part", &SharedGroup::kFirstPart, "Where the memory of the first group begins")
       .def_ro_static("closed", &SharedGroup::kClosed, "A cause: see abort")
+      .def_ro_static("nonsense", &SharedGroup::kNonsense, "A cause: see abort")
       .def_ro_static("stopped", &SharedGroup::kStopped, "A cause: see abort")
       .def_static("num_bytes", &SharedGroup::num_bytes, "size"_a, "slot_bytes"_a)
       .def("abort", &SharedGroup::abort, "number"_a, "cause"_a = SharedGroup::kNotKnown,

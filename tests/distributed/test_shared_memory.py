@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from quire.distributed import shared_memory
-from quire.distributed.group import GroupError, Ranks, StepVoid
+from quire.distributed.group import STOPPED, GroupError, Ranks, StepVoid
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import SharedMemoryGroup, make_memory, ranks_on
 from quire.errors import ConfigError
@@ -431,10 +431,17 @@ def test_a_machine_gets_only_the_rows_of_its_ranks(first_and_socket: tuple[Ranks
 def test_a_connection_that_fails(first_and_socket: tuple[Ranks, socket.socket]) -> None:
     """The system's reason is told. The other end closes before it has read what was sent to it."""
     first, peer = first_and_socket
-    threading.Timer(0.1, peer.close).start()
+
+    def close() -> None:
+        peer.recv(1, socket.MSG_PEEK)
+        peer.close()
+
     assert first.group is not None
-    with pytest.raises(GroupError, match="rank 1 has failed: its connection has failed: Connection reset by peer"):
-        first.group.gather(torch.zeros(2, 1), (1, 1))
+    with ThreadPoolExecutor(1) as thread:
+        closing = thread.submit(close)
+        with pytest.raises(GroupError, match="rank 1 has failed: its connection has failed: Connection reset by peer"):
+            first.group.gather(torch.zeros(2, 1), (1, 1))
+        closing.result()
 
 
 def test_a_link_that_ends_is_the_failure_of_the_other_rank() -> None:
@@ -450,6 +457,36 @@ def test_a_link_that_ends_is_the_failure_of_the_other_rank() -> None:
     assert ranks[0].group is not None
     with pytest.raises(GroupError, match="rank 3 has failed: its connection was closed"):
         ranks[0].group.gather(torch.zeros(2, 1), (1, 1))
+    for each in ranks:
+        each.close()
+
+
+def test_a_link_that_ends_because_another_rank_has_failed() -> None:
+    """The waiting rank names the rank that failed first, not the one at the other end of the link."""
+    ranks = ranks_of(Grid(width=2, num_stages=2, num_nodes=2))
+    before = ranks[0].before
+    assert before is not None
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(before.receive, 1, 4, torch.float32)
+        while ranks[0].whereabouts.all()[0].awaited != 2:
+            time.sleep(0.01)
+        ranks[0].failing.fail_for(1, cause=STOPPED)
+        with pytest.raises(GroupError, match="rank 1 has failed: its process was stopped by a signal"):
+            waiting.result()
+    for each in ranks:
+        each.close()
+
+
+def test_a_frame_of_a_wrong_length() -> None:
+    """The connection was not closed: the other rank has sent nonsense."""
+    ranks = ranks_of(Grid(width=2, num_stages=2, num_nodes=2))
+    behind, before = ranks[3].behind, ranks[1].before
+    assert behind is not None
+    assert before is not None
+    behind.send(torch.zeros(3, 4))
+    with pytest.raises(GroupError, match="rank 3 has failed: a frame has 48 bytes, and 16 are expected"):
+        before.receive(1, 4, torch.float32)
+    assert (ranks[0].failing.failed_rank, ranks[0].failing.cause) == (3, "it has sent something that no rank sends")
     for each in ranks:
         each.close()
 

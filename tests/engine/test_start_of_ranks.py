@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
+from quire.distributed import wire
 from quire.distributed.group import GroupError
 from quire.distributed.layout import Grid
-from quire.engine import external, node_process, process, ranks
+from quire.engine import external, node_process, nodes, process, ranks
 from quire.engine.nodes import Joined
 from quire.engine.process import EngineProcess
 from quire.engine.rank_messages import Failed, RankLaunch, encode
@@ -103,6 +104,27 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
     ):
         rank.check_alive()
     rank.close()
+
+
+def test_a_rank_that_is_lost_before_its_node_has_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection to the node is there. Then the node sends something else than a reason."""
+    monkeypatch.setattr(ranks, "SAY_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    home, told, (orders, others) = ranks.Home(ours), Told(), Pipe()
+    rank = ranks.RemoteRank(1, Grid(1, 2, 2), told, orders, None, home, None)  # type: ignore[arg-type]
+    others.close()
+    lost = r"\(on 127\.0\.0\.1\) is lost: "
+    with pytest.raises(EngineDeadError, match=lost + r"its connection has ended, and its node does not answer\.$"):
+        rank.check_alive()
+    assert told.ranks == [1]
+    wire.send(theirs, nodes.encode(nodes.Refused("no reason for a loss")))
+    assert wait_for(rank._is_lost)
+    with pytest.raises(EngineDeadError, match=lost + r"the connection to its node has ended\.$"):
+        rank.check_alive()
+    rank.close()
+    theirs.close()
 
 
 def test_an_engine_without_requests_looks_at_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from quire.engine.deterministic import DeterministicExecutor
 from quire.formats.kv_groups import ONE_LAYER
 from quire.messages import AddRequest, RequestDelta, SetLimits
 from quire.schedule import LaneUse, Pending, RowsFailedError, ScheduledBatch, StepResult
-from quire.scheduler.adapter_turns import AdapterTurns
+from quire.scheduler.adapter_turns import PATIENCE, AdapterTurns
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.lanes import Lanes
@@ -150,6 +150,22 @@ def test_adapters_take_turns_in_all_lanes_together() -> None:
     for message in messages:
         wanted = [] if message.request_id in waiting else expected(message)[0]
         assert engine.tokens(message.request_id) == wanted
+
+
+def test_who_is_overtaken_in_several_lanes_waits_as_many_steps() -> None:
+    """A step in which each lane lets a later request run counts once."""
+    engine = Engine(adapters=lambda: AdapterTurns(1, ORDER_KEYS["fcfs"], {"first", "second"}.__contains__))
+    begin, end = 5, None
+    for step in range(2 * PATIENCE):
+        engine.add(*(request(f"{step} {lane}", [1, 2], 3, adapter="first", lane=lane) for lane in range(2)))
+        if step == begin:
+            engine.add(request("overtaken", [1], 3, adapter="second"))
+        engine.step()
+        if end is None and "overtaken" in engine.batches[-1].request_ids:
+            end = step
+    assert end is not None
+    assert PATIENCE <= end - begin < PATIENCE + 10
+    engine.run()
 
 
 def test_a_lost_request_of_any_lane_is_begun() -> None:

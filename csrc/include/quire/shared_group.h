@@ -91,7 +91,7 @@ class SharedGroup {
   // the group is in the step any more: each has left it, or has ended it before. Throws GroupError.
   void leave_step();
 
-  // Causes for which a rank has failed. Others are numbers of errno: its connection has failed.
+  // Causes for which a rank has failed. A cause above 0 is a number of errno: its connection has failed.
   static constexpr int kNotKnown = 0, kClosed = -1, kNonsense = -2, kStopped = -3, kDiffers = -4, kLate = -5;
 
   // Tells that a rank has failed, by its number among all ranks. All ranks of all groups stop waiting, now and later.

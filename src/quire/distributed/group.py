@@ -28,13 +28,9 @@ if TYPE_CHECKING:
 GroupError = extension.GroupError  # another rank has failed, is late or has called another method: the group is broken
 RankLate = extension.RankLate  # a GroupError: another rank is late
 StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next step
-# Causes for Failing.fail_for: the connection to the rank was closed; its process was stopped by a signal.
-CLOSED, STOPPED = extension.CLOSED, extension.STOPPED
-
-
-def cause_of(error: Exception) -> int:
-    """The cause for Failing.fail_for if the connection to a rank has ended with this error."""
-    return getattr(error, "errno", None) or CLOSED
+# Causes for Failing.fail_for: the connection to the rank was closed; it has sent something that no rank sends; its
+# process was stopped by a signal.
+CLOSED, NONSENSE, STOPPED = extension.CLOSED, extension.NONSENSE, extension.STOPPED
 
 
 class AgreedError(Exception):
@@ -226,8 +222,8 @@ class Failing(Protocol):
 
         Args:
             reason: why this rank cannot go on, if it is `rank`; None: another rank is the reason.
-            cause: what others see of it: CLOSED, STOPPED, or the number of errno with which its connection has failed;
-                0: they do not see anything.
+            cause: what others see of it: CLOSED, NONSENSE, STOPPED, or the number of errno with which its connection
+                has failed; 0: they do not see anything.
         """
         ...
 

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from quire.distributed import wire
-from quire.distributed.group import Failing, GroupError, cause_of
+from quire.distributed.group import CLOSED, NONSENSE, Failing, GroupError
 from quire.distributed.whereabouts import Whereabouts
+
+
+def cause_of(error: Exception) -> int:
+    """The cause for Failing.fail_for if the connection to a rank has ended with this error."""
+    if isinstance(error, wire.LengthError):
+        return NONSENSE
+    return getattr(error, "errno", None) or CLOSED
 
 
 class SocketLink:
@@ -56,5 +63,9 @@ class SocketLink:
         self._peer.close()
 
     def _error(self, error: Exception) -> Exception:
+        """The error for a connection that has ended. It may have ended because another rank had failed before."""
         self._failing.fail_for(self._rank, cause=cause_of(error))
-        return GroupError(f"rank {self._rank} has failed: {error}")
+        failed, why = self._failing.failed_rank, self._failing.cause
+        if failed is None or failed == self._rank:
+            failed, why = self._rank, str(error)
+        return GroupError(f"rank {failed} has failed{why and f': {why}'}")

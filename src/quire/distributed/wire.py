@@ -41,6 +41,10 @@ class WireError(Exception):
     """The peer is gone, or it has sent an illegal message."""
 
 
+class LengthError(WireError):
+    """The peer has sent a frame of an illegal length."""
+
+
 def cluster_key() -> bytes:
     """The key that all machines share. Raises ConfigError if it is missing or too short."""
     key = envs.CLUSTER_KEY.get()
@@ -167,10 +171,10 @@ def header(frame: bytes | memoryview) -> bytes:
 
 
 def length_of(header: bytes | bytearray, most: int) -> int:
-    """The length in bytes of the frame after this header. Raises WireError if it is more than `most`."""
+    """The length in bytes of the frame after this header. Raises LengthError if it is more than `most`."""
     length: int = _LENGTH.unpack(header)[0]
     if length > most:
-        raise WireError(f"a frame has {length} bytes, and {most} are allowed")
+        raise LengthError(f"a frame has {length} bytes, and {most} are allowed")
     return length
 
 
@@ -188,7 +192,7 @@ def receive_into(peer: socket.socket, memory: memoryview) -> None:
     """Receive a frame that fills the memory exactly. Raises WireError and OSError."""
     (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size))
     if length != len(memory):
-        raise WireError(f"a frame has {length} bytes, and {len(memory)} are expected")
+        raise LengthError(f"a frame has {length} bytes, and {len(memory)} are expected")
     _fill(peer, memory)
 
 

@@ -21,8 +21,9 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.distributed import wire
-from quire.distributed.group import STOPPED, Failing, cause_of
+from quire.distributed.group import STOPPED, Failing
 from quire.distributed.layout import Grid
+from quire.distributed.network import cause_of
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.nodes import Joined, NodeLost, Starting, decode, let_in
 from quire.engine.rank_messages import (
@@ -438,7 +439,10 @@ class Home:
     def end(self, name: str) -> str:
         """The reason why a rank of the node is lost, as text for people."""
         self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
-        return self._why or f"{name} (on {self.host}) is lost: the connection to its node has ended ({self._cause})"
+        lost = f"{name} (on {self.host}) is lost: "
+        if self._thread.is_alive():
+            return f"{lost}its connection has ended, and its node does not answer"
+        return self._why or f"{lost}the connection to its node has ended{self._cause and f' ({self._cause})'}"
 
 
 class RemoteRank(OtherRank):

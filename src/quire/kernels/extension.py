@@ -17,7 +17,9 @@ C = _C  # None: there is no extension
 GroupError: type[Exception] = RuntimeError if C is None else C.GroupError  # see distributed.group
 RankLate: type[Exception] = RuntimeError if C is None else C.RankLate
 StepVoid: type[Exception] = RuntimeError if C is None else C.StepVoid
-CLOSED, STOPPED = (0, 0) if C is None else (C.SharedGroup.closed, C.SharedGroup.stopped)
+CLOSED = 0 if C is None else C.SharedGroup.closed
+NONSENSE = 0 if C is None else C.SharedGroup.nonsense
+STOPPED = 0 if C is None else C.SharedGroup.stopped
 
 
 def is_used() -> bool:

@@ -98,11 +98,14 @@ class AdapterTurns:
         return digest in self._open and (digest != self._draining or self._key(request) < self._reserved_for)
 
     def begin_step(self) -> None:
-        """Give out the free places."""
+        """Begin a step, which all lanes have together: note whether a request was overtaken in the last one."""
         if self._last_admitted is not None:
             firsts = (self._waiting[digest][0] for digest in self._blocked if digest in self._waiting)
             self._num_overtakes += any(self._order(request) < self._last_admitted for request in firsts)
             self._last_admitted = None
+
+    def give_out(self) -> None:
+        """Give out the free places, before a scheduler lets requests run in a step."""
         num_free = self._max_loras - len(self._running)
         self._open = set(self._running)
         blocked, reserved, is_draining = {}, False, False

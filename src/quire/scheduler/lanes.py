@@ -147,7 +147,8 @@ class Lanes:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next batch of all lanes; None: no lane has anything to do before a result arrives."""
-        return self._together([lane.schedule() for lane in self.lanes])
+        self.adapters.begin_step()
+        return self._together([lane.schedule_lane() for lane in self.lanes])
 
     def probe(self, rows: Sequence[tuple[int, int]]) -> ScheduledBatch | None:
         """See Scheduler.probe: a step of the first lane, in which the others have no rows."""

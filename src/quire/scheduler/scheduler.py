@@ -272,11 +272,16 @@ class Scheduler:
         request preempts nobody. If drafts pay (Speculation.waits), the next batch waits for the tokens of the batch in
         flight.
         """
+        self.adapters.begin_step()
+        return self.schedule_lane()
+
+    def schedule_lane(self) -> ScheduledBatch | None:
+        """Like `schedule`, for a step that several lanes have together: `adapters.begin_step` was called for all."""
         if self.speculation.waits and self._samples_in_flight():
             return None
         step = _Step(ScheduledBatch(self._next_step_id), [])
         budget = self.limits.max_num_batched_tokens
-        self.adapters.begin_step()
+        self.adapters.give_out()
         self._queue_ready()
         if self._rope_switches_after is not None:
             self._take_back_lengthened(self._rope_switches_after)
