@@ -24,7 +24,8 @@ TORCH = "torch==2.10.0"
 WHEELS = ("numpy", "typing_extensions", "filelock", "sympy", "networkx", "fsspec", "jinja2")  # what torch imports
 WHEELS += ("pytest", "pytest-timeout", "pytest-asyncio", "hypothesis", "msgspec", "tqdm", "tokenizers", "safetensors")
 TESTS = [f"tests/kernels/test_{name}.py" for name in (
-    "activation", "attention", "attention_codes", "fp8", "grouped", "linear", "lora", "norm_rope", "sampling",
+    "activation", "attention", "attention_codes", "experts", "fp8", "grouped", "latent", "linear", "lora", "norm_rope",
+    "sampling",
 )]  # fmt: skip
 LEFT_OUT = (
     # PyTorch's profiler warns of something else, and warnings are errors.

@@ -1,6 +1,6 @@
 // Matrix product with FP8 weights in vector registers: dot products of bfloat16 (vdpbf16ps) for x in bfloat16 if the
-// instruction set has them, else float multiply-adds. On AVX2 few rows take weights as halves,
-// and all other products take them as bfloat16.
+// instruction set has them, else float multiply-adds. On AVX2 few rows take weights as halves, and all other products
+// take them as bfloat16.
 #include "gemm_bf16_tile.h"
 #include "gemm_f32_tiles.h"
 #include "gemm_fp8_blocks.h"

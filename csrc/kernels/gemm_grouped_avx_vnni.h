@@ -1,5 +1,6 @@
 // Whole groups and super-groups of a panel on AVX-VNNI, for 3 to 6 rows: parts of 16 columns, integer sums in 12
-// registers, float sums and sums of super-groups in L1.
+// registers, float sums and sums of super-groups in L1. A run has at least one group, and a group a multiple of four
+// quads.
 //
 // Assembly, because g++ 12 stores all sums after every four quads, and copies or spills them again at the end of a
 // group.
@@ -17,7 +18,7 @@ namespace {
 
 constexpr int64_t kPartColumns = 16, kNumParts = kPanelWidth / kPartColumns;
 constexpr int64_t kStepQuads = 4;
-constexpr int kMinPartRows = 3;
+constexpr int kMinPartRows = 3, kMostPartRows = 6;
 
 // Operands that the assembly reads from memory, because there are not enough registers.
 struct PartTile {
@@ -29,8 +30,8 @@ struct PartTile {
   int64_t fetched_bytes;  // in each step
   int64_t low_halves = 0x0f0f0f0f;
 
-  // A step of a part has the share of one call of prefetch.fetch(); packed, where it has half of the bytes, of half a
-  // call. A line whose halves belong to two steps is fetched in both.
+  // A step fetches as much as one call of prefetch.fetch(); with packed codes, half as much. A line whose halves belong
+  // to two steps is fetched in both.
   PartTile(int64_t num_groups, int64_t group_quads, const QuantizedRows& input, int64_t factor_pitch,
            const Prefetch& prefetch, bool is_packed)
       : num_groups(num_groups),
@@ -187,6 +188,7 @@ struct PartTile {
 // Adds the groups of the run to run.totals[kRows][64], with the bits of add_group().
 template <int kRows, bool kPacked, Offset kOffset>
 void add_groups_of_parts(const GroupRun& run, Prefetch& prefetch) {
+  static_assert(kRows >= kMinPartRows && kRows <= kMostPartRows);
   static_assert(sizeof(DecodedGroup) == 512 && offsetof(DecodedGroup, offsets) == 256);
   const QuantizedRows& input = *run.input;
   if (run.first_group == 0) std::fill(run.totals, run.totals + kRows * kPanelWidth, 0.0f);
@@ -225,7 +227,7 @@ void add_groups_of_parts(const GroupRun& run, Prefetch& prefetch) {
 // own.
 template <int kRows, bool kPacked, Offset kOffset>
 void add_supers_of_parts(const SuperRun& run, int32_t* supers, Prefetch prefetch) {
-  static_assert(kOffset != Offset::zeros);
+  static_assert(kRows >= kMinPartRows && kRows <= kMostPartRows && kOffset != Offset::zeros);
   static constexpr int32_t kNone[kRows * kPanelWidth] = {};  // sums before the first group
   const QuantizedRows& input = *run.input;
   const int64_t super_quads = run.super_groups * run.group_quads;

@@ -23,9 +23,9 @@ inline int64_t input_stride(int64_t k) {
 }
 
 // The first row of a tile, of the ceil_div(num_rows, kMaxRows) tiles of a block. The tiles have nearly equal heights: 7
-// rows are 3 + 4. But with 16 registers, tiles of 3 and 4 rows have too few sums to hide the latency of a multiply-add
-// while weights come from memory, and those of 1, 2 and 6 rows have enough: then 7 rows are 6 + 1, 8 are
-// 6 + 2, 13 are 6 + 6 + 1, and so on.
+// rows are 3 + 4. But with 16 registers, 7 rows are 6 + 1, 8 are 6 + 2, 13 are 6 + 6 + 1, and so on: tiles of 6 rows
+// have 12 sums to hide the latency of a multiply-add. This was 1.04 to 1.14 times as fast with 7 and 8 rows
+// (results/epyc-zen5-2core/gemm_against_00c4b098_2026-11-30.md).
 inline int64_t first_tile_row(int64_t tile, int64_t num_rows) {
   const int64_t num_tiles = ceil_div(num_rows, kMaxRows), rest = num_rows % kMaxRows;
   if (!kHas32Registers && (rest == 1 || rest == 2)) return std::min(tile * kMaxRows, num_rows);

@@ -179,7 +179,7 @@ LENGTH = 1200  # of contexts
 def test_a_full_step_is_one_that_the_scheduler_makes(
     num_seqs: int, budget: int, shared: int, more: dict[str, Any], rows: dict[str, list[int]]
 ) -> None:
-    """With new prompts and answers, it is the longest one."""
+    """Of the steps with new prompts and as many answers, it is the longest one."""
     limits = {"max_num_seqs": num_seqs, "max_num_batched_tokens": budget, "max_shared_prefill_tokens": shared, **more}
     config = EngineConfig(max_model_len=LENGTH, **limits)
     resolved = resolve(config, load_model_config(quire.demo.path()), DEVICE, is_server=True)

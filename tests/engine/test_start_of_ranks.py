@@ -116,7 +116,7 @@ def test_a_rank_that_is_lost_before_its_node_has_spoken(monkeypatch: pytest.Monk
     rank = ranks.RemoteRank(1, Grid(1, 2, 2), told, orders, None, home, None)  # type: ignore[arg-type]
     others.close()
     lost = r"\(on 127\.0\.0\.1\) is lost: "
-    with pytest.raises(EngineDeadError, match=lost + r"its connection has ended, and its node does not answer\.$"):
+    with pytest.raises(EngineDeadError, match=lost + r"its connection has ended, and its node has not said why\.$"):
         rank.check_alive()
     assert told.ranks == [1]
     wire.send(theirs, nodes.encode(nodes.Refused("no reason for a loss")))

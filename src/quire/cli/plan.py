@@ -35,6 +35,7 @@ other flags are the flags of `serve`.
 EPILOG = """
 Exit code: 0; 2 if a model fits in no format; with --check also 1 if the best row does not meet what is asked.
 """
+_MOST_MEMORY = 1 << 60  # bytes
 _OTHER_GPU = 90  # the compute capability that is planned for a GPU on another machine
 # With any of these flags, candidates are ranked.
 _RANKED_BY = ("hardware", "workload", "request_rate", "price_per_hour", "tensor_parallel_size")
@@ -325,8 +326,9 @@ def _memory_bytes(text: str) -> int:
     num_bytes = 0
     with suppress(ConfigError):
         num_bytes = parse_human_int(plain)
-    if num_bytes < 1:
-        raise ConfigError("Illegal size of memory", value=text, expected="a size, as 80GiB or 80GB", param="memory")
+    if not 1 <= num_bytes <= _MOST_MEMORY:
+        expected = "a positive size up to an exbibyte, such as 80GiB or 80GB"
+        raise ConfigError("Illegal size of memory", value=text, expected=expected, param="memory")
     return num_bytes
 
 

@@ -116,7 +116,7 @@ class Tiles(NamedTuple):
 
     Attributes:
         num_rows: rows of a tile.
-        is_filled: the last tile costs as much as a full one. Otherwise all tiles are about equally high.
+        is_filled: the last tile costs as much as a full one. Otherwise a tile costs what its rows cost.
     """
 
     num_rows: int

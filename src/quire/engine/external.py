@@ -131,8 +131,8 @@ class Companions:
         if self._ranks is None:
             return EngineDeadError(f"Rank {rank} has ended: {error}")
         failing, name = self._ranks.failing, self._ranks.whereabouts.name
-        if (failed := failing.failed_rank) is not None and failing.cause:
-            return EngineDeadError(f"Rank {failed} ({name(failed)}) has failed: {failing.cause}")
+        if (failed := failing.failed_rank) is not None:
+            return EngineDeadError(f"Rank {failed} ({name(failed)}) has failed: {failing.cause or error}")
         return EngineDeadError(f"Rank {rank} ({name(rank)}) has ended: {error}")
 
 

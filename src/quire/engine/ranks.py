@@ -441,7 +441,7 @@ class Home:
         self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
         lost = f"{name} (on {self.host}) is lost: "
         if self._thread.is_alive():
-            return f"{lost}its connection has ended, and its node does not answer"
+            return f"{lost}its connection has ended, and its node has not said why"
         return self._why or f"{lost}the connection to its node has ended{self._cause and f' ({self._cause})'}"
 
 

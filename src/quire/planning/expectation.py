@@ -77,8 +77,9 @@ class FullStep(NamedTuple):
 def full_steps(resolved: Resolved, cost: CostModel) -> Iterator[FullStep]:
     """The predicted time of a full step, for each setting that limits the rows of steps.
 
-    It has new prompts and answers in short contexts, as many as all settings together let a step have. Attention late
-    in a long context takes longer. A target for the time between tokens (`slo_itl`) may make steps shorter.
+    Its rows are those that all settings together let a step have: new prompts, or answers in short contexts. Beside
+    prompts there are at most SHARED_ANSWERS answers. More answers, and attention late in a long context, take longer. A
+    target for the time between tokens (`slo_itl`) may make steps shorter.
     """
     limits, context = resolved.scheduler, max(resolved.model.max_model_len - 1, 1)  # no step computes the last token
     places, budget, shared = limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_shared_prefill_tokens
