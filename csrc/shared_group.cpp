@@ -504,7 +504,7 @@ void SharedGroup::gather(const GatherArgs& args) {
       const char* const own = args.part.data + row * args.part.stride + first;
       if (owners != nullptr) {
         for (int64_t i = 0; i < rows; ++i)
-          if (owners[i] != rank_)
+          if (owners[i] != rank_ && own_width > 0)
             std::memcpy(slot(rank_, turn_) + places[i] * own_width, own + i * args.part.stride, own_width);
       } else if (args.reader != rank_) {
         copy_rows(own, args.part.stride, slot(rank_, turn_), own_width, own_width, rows);
@@ -513,7 +513,7 @@ void SharedGroup::gather(const GatherArgs& args) {
         std::transform(firsts.begin(), firsts.end(), begins.begin(), [&](int64_t place) { return place * own_width; });
       arrive(signature, own_width * rows, args.reader, owners == nullptr ? nullptr : begins.data());
       const auto take = [&](int rank, const char* from, int64_t stride) {
-        if (args.out.data == nullptr) return;
+        if (args.out.data == nullptr || width_of(rank) == 0) return;
         char* to = args.out.data + out_row * args.out.stride + columns[rank] + first;
         if (to == from) return;  // this rank has computed its columns in their place
         if (owners == nullptr) return copy_rows(from, stride, to, args.out.stride, width_of(rank), rows);
