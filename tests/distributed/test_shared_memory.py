@@ -444,51 +444,54 @@ def test_a_connection_that_fails(first_and_socket: tuple[Ranks, socket.socket]) 
         closing.result()
 
 
-def test_a_link_that_ends_is_the_failure_of_the_other_rank() -> None:
-    """Ranks beside this one learn it too, with the cause. So nobody takes this one for the culprit."""
+@pytest.fixture
+def two_stages() -> Iterator[list[Ranks]]:
+    """The ranks of two stages of two ranks, each stage on a machine of its own."""
     ranks = ranks_of(Grid(width=2, num_stages=2, num_nodes=2))
-    behind, before = ranks[3].behind, ranks[1].before
+    yield ranks
+    for each in ranks:
+        each.close()
+
+
+def test_a_link_that_ends_is_the_failure_of_the_other_rank(two_stages: list[Ranks]) -> None:
+    """Ranks beside this one learn it too, with the cause. So nobody takes this one for the culprit."""
+    behind, before = two_stages[3].behind, two_stages[1].before
     assert behind is not None
     assert before is not None
     behind.close()
     with pytest.raises(GroupError, match="rank 3 has failed: the connection was closed"):
         before.receive(1, 4, torch.float32)
-    assert (ranks[0].failing.failed_rank, ranks[0].failing.cause) == (3, "its connection was closed")
-    assert ranks[0].group is not None
+    assert (two_stages[0].failing.failed_rank, two_stages[0].failing.cause) == (3, "its connection was closed")
+    assert two_stages[0].group is not None
     with pytest.raises(GroupError, match="rank 3 has failed: its connection was closed"):
-        ranks[0].group.gather(torch.zeros(2, 1), (1, 1))
-    for each in ranks:
-        each.close()
+        two_stages[0].group.gather(torch.zeros(2, 1), (1, 1))
 
 
-def test_a_link_that_ends_because_another_rank_has_failed() -> None:
+def test_a_link_that_ends_because_another_rank_has_failed(two_stages: list[Ranks]) -> None:
     """The waiting rank names the rank that failed first, not the one at the other end of the link."""
-    ranks = ranks_of(Grid(width=2, num_stages=2, num_nodes=2))
-    before = ranks[0].before
+    before = two_stages[0].before
     assert before is not None
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(before.receive, 1, 4, torch.float32)
-        while ranks[0].whereabouts.all()[0].awaited != 2:
+        while two_stages[0].whereabouts.all()[0].awaited != 2:
             time.sleep(0.01)
-        ranks[0].failing.fail_for(1, cause=STOPPED)
+        two_stages[0].failing.fail_for(1, cause=STOPPED)
         with pytest.raises(GroupError, match="rank 1 has failed: its process was stopped by a signal"):
             waiting.result()
-    for each in ranks:
-        each.close()
 
 
-def test_a_frame_of_a_wrong_length() -> None:
+def test_a_frame_of_a_wrong_length(two_stages: list[Ranks]) -> None:
     """The connection was not closed: the other rank has sent nonsense."""
-    ranks = ranks_of(Grid(width=2, num_stages=2, num_nodes=2))
-    behind, before = ranks[3].behind, ranks[1].before
+    behind, before = two_stages[3].behind, two_stages[1].before
     assert behind is not None
     assert before is not None
     behind.send(torch.zeros(3, 4))
     with pytest.raises(GroupError, match="rank 3 has failed: a frame has 48 bytes, and 16 are expected"):
         before.receive(1, 4, torch.float32)
-    assert (ranks[0].failing.failed_rank, ranks[0].failing.cause) == (3, "it has sent something that no rank sends")
-    for each in ranks:
-        each.close()
+    assert (two_stages[0].failing.failed_rank, two_stages[0].failing.cause) == (
+        3,
+        "it has sent something that no rank sends",
+    )
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
