@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from quire.cost.devices import Ceilings
 from quire.lora.facts import AdapterFacts
 from quire.metrics.stopwatch import Lap
 from quire.model_config import ModelConfig
@@ -71,6 +72,7 @@ class Measured:
     memory: MemoryFacts
     num_tokens: int  # the tokens of the step that measured the working memory
     step: Lap
+    ceilings: Ceilings | None = None  # of its threads; None: not measured, as on a GPU
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from quire.screen.explain import explain
 from quire.screen.first_screen import EXPECTED
 
 # Predicted from config.json before loading, measured after it.
-MEASURED = {"weight_bytes", "work_bytes"}
+MEASURED = {"weight_bytes", "work_bytes", "peak_flops", "peak_read_bandwidth"}
 # What is free differs from moment to moment.
 MOVING = {"unplanned_bytes"}
 

@@ -15,6 +15,7 @@ import pytest
 
 from quire import demo
 from quire.config import EngineConfig
+from quire.cost.devices import Ceilings
 from quire.engine import executor
 from quire.engine.bring_up import _loads, bring_up, least_facts
 from quire.engine.executor import InlineExecutor, ThreadExecutor
@@ -58,6 +59,7 @@ class NotedWorker:
     def __init__(self, num_blocks: int = 300, failing: str = "", error: Exception | None = None) -> None:
         self.num_blocks, self.failing, self.error = num_blocks, failing, error
         self.told: list[tuple[str, Any]] = []
+        self.ceilings: Ceilings | None = None
         self.threads: set[int] = set()
         self.adapter: Future[AdapterFacts] = Future()
 
@@ -70,7 +72,7 @@ class NotedWorker:
 
     def measure(self) -> Measured:
         self._note("measure")
-        return Measured(memory_for(self.num_blocks), 64, Lap(0.01))
+        return Measured(memory_for(self.num_blocks), 64, Lap(0.01), self.ceilings)
 
     def allocate(self, size: CacheSize) -> None:
         self._note("allocate", size)
@@ -155,13 +157,22 @@ def test_the_engine_decides_and_workers_obey() -> None:
     assert dict(workers[0].told)["allocate"].max_model_len == 20 * 16
 
 
+def test_ceilings_are_those_of_all_ranks_together() -> None:
+    """They are not known if one rank did not measure."""
+    workers = [NotedWorker(), NotedWorker()]
+    workers[0].ceilings = Ceilings(1e9, 2e12)
+    assert brought_up(workers).ceilings is None
+    workers[1].ceilings = Ceilings(3e9, 4e12)
+    assert brought_up(workers).ceilings == Ceilings(4e9, 6e12)
+
+
 def test_what_is_said_is_plain_data() -> None:
     """It survives a pipe."""
     config = EngineConfig.from_kwargs(cudagraph_capture_sizes=[1, 4], quantization="int8")
     said = (
         WITH_GPU,
         WorkerSettings.of(resolve(config, MODEL, WITH_GPU, is_server=True)),
-        Measured(memory_for(7), 64, Lap(0.25, 0.5)),
+        Measured(memory_for(7), 64, Lap(0.25, 0.5), Ceilings(1e9, 2e12)),
         CacheSize(7, 7 * BLOCK, 112),
         ScheduledBatch(
             step_id=3,

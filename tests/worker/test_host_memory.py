@@ -13,6 +13,7 @@ import transformers
 
 from quire import demo
 from quire.config import EngineConfig
+from quire.cost.devices import Ceilings
 from quire.kernels import cpu, extension
 from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
@@ -83,6 +84,25 @@ def tiny(name: str, folder: Path) -> Path:
 def test_demo(arguments: dict[str, Any]) -> None:
     planned, counted = planned_and_counted(demo.path("target"), **arguments)
     assert planned == pytest.approx(counted, rel=0.05)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("quantization", "operations"), [(None, 5e9), ("fp8", 5e9), ("int4", 7e9)])
+def test_ceilings_are_those_of_the_products_that_run(
+    quantization: str | None, operations: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read has the size of the weights, at most a quarter of the free memory, so a start needs no more."""
+    read: list[int] = []
+    monkeypatch.setattr(cpu, "read_bandwidth", lambda num_bytes, repeats: read.append(num_bytes) or 3e9)
+    monkeypatch.setattr(cpu, "peak_flops", lambda dtype: {torch.bfloat16: 5e9}[dtype])
+    monkeypatch.setattr(cpu, "peak_int8_ops", lambda bits: 7e9)
+    worker, _ = loaded(demo.path("target"), quantization=quantization)
+    measured = worker.measure()
+    assert measured.ceilings == Ceilings(3e9, operations)
+    assert read == [measured.memory.weight_bytes]
+    monkeypatch.setattr(devices, "free_memory_bytes", lambda: 1000)
+    worker.measure()
+    assert read[1:] == [250]
 
 
 @needs_kernels

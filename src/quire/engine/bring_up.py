@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from threading import Semaphore
 
 from quire.config import EngineConfig
+from quire.cost.devices import Ceilings
 from quire.engine.executor import InlineExecutor, LanesExecutor, PipelineExecutor, ThreadExecutor
 from quire.errors import ConfigError
 from quire.life_cycle import CacheSize, Measured, WorkerExecutor, Workers, WorkerSettings
@@ -37,6 +38,8 @@ class RunningWorkers:
     resolved: Planned
     facts: DeviceFacts
     measured: Measured  # the times of the slowest of them
+    num_ranks: int
+    ceilings: Ceilings | None  # of all of them together; None: not measured
 
 
 def bring_up(
@@ -93,7 +96,16 @@ def bring_up(
     num_blocks, num_bytes = planned.memory.num_blocks, planned.memory.kv_cache_bytes
     executor.allocate(CacheSize(num_blocks, num_bytes, planned.model.max_model_len))
     executor.capture()
-    return RunningWorkers(executor, planned, facts, max(measured, key=lambda each: each.step.seconds))
+    slowest, reached = max(measured, key=lambda each: each.step.seconds), [each.ceilings for each in measured]
+    return RunningWorkers(executor, planned, facts, slowest, len(measured), _together(reached))
+
+
+def _together(ceilings: Sequence[Ceilings | None]) -> Ceilings | None:
+    """The ceilings of ranks that compute at the same time; None: a rank did not measure."""
+    known = [each for each in ceilings if each is not None]
+    if len(known) < len(ceilings):
+        return None
+    return Ceilings(sum(each.read_bandwidth for each in known), sum(each.flops for each in known))
 
 
 def _share_of_rank(config: EngineConfig, facts: DeviceFacts) -> DeviceFacts:

@@ -220,7 +220,9 @@ def _answering(
     progress(WARM_UP, 1.0, "first token produced")
     return StartedEngine(
         core,
-        resolved.noting({**expected, **peaks(resolved, arithmetic, running.facts)}),
+        resolved.noting(
+            {**expected, **peaks(resolved, arithmetic, running.facts, running.num_ranks, running.ceilings)}
+        ),
         model_config,
         running.executor,
         calibration,

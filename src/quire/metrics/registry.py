@@ -227,8 +227,8 @@ METRICS: tuple[Metric, ...] = (
         "quire_model_bandwidth_utilization",
         "gauge",
         "ratio",
-        "MBU: the same for read bytes and peak_read_bandwidth. Both peaks are assumed for the kind of processor, not "
-        "measured. Caches may read faster.",
+        "MBU: the same for read bytes and peak_read_bandwidth. A start on a CPU measures both peaks; those of a GPU "
+        "are from its data sheet. Caches may read faster.",
     ),
     Metric(
         "vllm:iteration_tokens_total",

@@ -88,16 +88,30 @@ def ceilings(
     return assumed if read_bandwidth is None else replace(assumed, read_bandwidth=read_bandwidth)
 
 
-def peaks(resolved: Resolved, arithmetic: StepArithmetic, device: DeviceFacts) -> Mapping[str, Setting]:
-    """The ceilings, by name, with what they were taken from; none of a device that the table does not have."""
+def peaks(
+    resolved: Resolved,
+    arithmetic: StepArithmetic,
+    device: DeviceFacts,
+    num_ranks: int,
+    measured: Ceilings | None = None,
+) -> Mapping[str, Setting]:
+    """The ceilings of all ranks together, by name, with their source; none of a device that the table does not have.
+
+    Args:
+        measured: what all ranks together have measured; None: they have not.
+    """
     record, place = Record(), resolved.device
     is_known = device.gpu is not None and gpu_named(device.gpu.name) is not None
-    if place.device == "cpu" or is_known:
-        reached = ceilings(resolved, arithmetic, device)
-        what = f"{place.num_threads} threads of {place.isa}" if place.device == "cpu" else "the GPU by its data sheet"
-        detail = f"assumed for {what}, not measured"
-        record.put("peak_flops", reached.flops, "formula", detail)
-        record.put("peak_read_bandwidth", reached.read_bandwidth, "formula", detail)
+    what = f"{place.num_threads} threads of {place.isa}" if place.device == "cpu" else "the GPU by its data sheet"
+    if num_ranks > 1:
+        what = f"{num_ranks} ranks, each with {what}"
+    if measured is not None:
+        record.put("peak_flops", measured.flops, "measured", what)
+        record.put("peak_read_bandwidth", measured.read_bandwidth, "measured", what)
+    elif place.device == "cpu" or is_known:
+        assumed, detail = ceilings(resolved, arithmetic, device), f"assumed for {what}, not measured"
+        record.put("peak_flops", num_ranks * assumed.flops, "formula", detail)
+        record.put("peak_read_bandwidth", num_ranks * assumed.read_bandwidth, "formula", detail)
     return record
 
 

@@ -223,7 +223,7 @@ def explain(
     model, memory, resolved, error = min(plans, key=lambda plan: plan.num_blocks)
     waited = 0.0 if known.is_measured else waited
     expected = expectation(resolved, known.cost, known.origin, waited)
-    resolved = resolved.noting({**expected, **peaks(resolved, known.cost.arithmetic, device)})
+    resolved = resolved.noting({**expected, **peaks(resolved, known.cost.arithmetic, device, grid.size)})
     settings = {**resolved.settings, **resolve_server(server, chat_template).settings}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
