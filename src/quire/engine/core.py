@@ -291,10 +291,9 @@ class EngineCore:
         load, predicted, predicted_seconds = None, None, 0.0
         pause = max(start - self._last_end_time, 0.0) if self._last_end_time and not self._in_flight else 0.0
         if self.cost is not None:
-            load = self.cost.arithmetic.load(
-                batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
+            load, predicted = self.cost.predict_rows(
+                batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits), pause
             )
-            predicted = self.cost.predict(load, pause)
             predicted_seconds = predicted.high + self.scheduler.speculation.drafter_seconds(batch.draft_token_ids)
             self.predicted_seconds += predicted_seconds
         try:
