@@ -49,6 +49,8 @@ nb::object named_tuple(nb::handle type, Fields&&... fields) {
 
 nb::tuple tuple_of(const std::vector<int64_t>& numbers) { return nb::tuple(nb::cast(numbers)); }
 
+using CountProducts = nb::typed<nb::callable, std::tuple<double, double, double>(int64_t, int64_t)>;
+using ReadingShare = nb::typed<nb::callable, double(int)>;
 using Numbers = nb::typed<nb::list, int64_t>;
 
 // The numbers of each row are read where they lie: a vector of them would be one more thing to write.
@@ -60,8 +62,8 @@ int64_t number_at(const Numbers& numbers, size_t row) {
 
 class CorrectedSteps {
  public:
-  CorrectedSteps(const std::vector<Kind>& kinds, const std::array<double, 8>& constants, const nb::callable& products,
-                 double spread, const std::vector<std::pair<int, double>>& factors, const nb::callable& reading_share,
+  CorrectedSteps(const std::vector<Kind>& kinds, const std::array<double, 8>& constants, const CountProducts& products,
+                 double spread, const std::vector<std::pair<int, double>>& factors, const ReadingShare& reading_share,
                  nb::type_object load_type, nb::type_object time_type)
       : predictor_(all_layers(kinds), constants_of(constants),
                    [products](int64_t num_tokens, int64_t num_logits) {
@@ -76,21 +78,22 @@ class CorrectedSteps {
 
   StepCorrection& correction() { return correction_; }
 
-  nb::object predict(const nb::tuple& load, double further) {
+  nb::object predict(const nb::typed<nb::tuple, nb::object, nb::ellipsis>& load, double further) {
     const auto numbers = [&load](size_t field) { return nb::cast<int64_t>(load[field]); };
     const auto by_kind = [&load](size_t field) { return nb::cast<std::vector<int64_t>>(load[field]); };
     return time_of({numbers(0), numbers(1), numbers(2), by_kind(3), by_kind(4)}, further);
   }
 
-  nb::tuple predict_rows(const Numbers& starts, const Numbers& counts, int64_t num_logits, double further) {
+  std::pair<nb::object, nb::object> predict_rows(const Numbers& starts, const Numbers& counts, int64_t num_logits,
+                                                 double further) {
     const size_t num_rows = counts.size();
     if (starts.size() != num_rows) refuse(starts.size(), " starts for ", num_rows, " rows");
     predictor_.begin_load(num_logits);
     for (size_t row = 0; row < num_rows; ++row) predictor_.add_row(number_at(starts, row), number_at(counts, row));
     const StepLoad& load = predictor_.load();
-    return nb::make_tuple(named_tuple(load_type_, load.num_tokens, load.num_rows, load.num_logits,
-                                      tuple_of(load.kv_tokens), tuple_of(load.pairs)),
-                          time_of(load, further));
+    return {named_tuple(load_type_, load.num_tokens, load.num_rows, load.num_logits, tuple_of(load.kv_tokens),
+                        tuple_of(load.pairs)),
+            time_of(load, further)};
   }
 
  private:
@@ -128,8 +131,8 @@ class CorrectedSteps {
 void bind_cost(nb::module_& m) {
   nb::class_<CorrectedSteps>(m, "CorrectedSteps")
       .def(
-          nb::init<const std::vector<Kind>&, const std::array<double, 8>&, const nb::callable&, double,
-                   const std::vector<std::pair<int, double>>&, const nb::callable&, nb::type_object, nb::type_object>(),
+          nb::init<const std::vector<Kind>&, const std::array<double, 8>&, const CountProducts&, double,
+                   const std::vector<std::pair<int, double>>&, const ReadingShare&, nb::type_object, nb::type_object>(),
           nb::kw_only(), "kinds"_a, "constants"_a, "products"_a, "spread"_a, "factors"_a, "reading_share"_a,
           "load_type"_a, "time_type"_a)
       .def("predict", &CorrectedSteps::predict, "load"_a, "further"_a)
