@@ -49,7 +49,7 @@ nb::object named_tuple(nb::handle type, Fields&&... fields) {
 
 nb::tuple tuple_of(const std::vector<int64_t>& numbers) { return nb::tuple(nb::cast(numbers)); }
 
-using CountProducts = nb::typed<nb::callable, std::tuple<double, double, double>(int64_t, int64_t)>;
+using CountProducts = nb::typed<nb::callable, std::tuple<double, double, double>(int64_t, int64_t, int64_t)>;
 using ReadingShare = nb::typed<nb::callable, double(int)>;
 using Numbers = nb::typed<nb::list, int64_t>;
 
@@ -66,9 +66,9 @@ class CorrectedSteps {
                  double spread, const std::vector<std::pair<int, double>>& factors, const ReadingShare& reading_share,
                  nb::type_object load_type, nb::type_object time_type)
       : predictor_(all_layers(kinds), constants_of(constants),
-                   [products](int64_t num_tokens, int64_t num_logits) {
+                   [products](int64_t num_tokens, int64_t num_logits, int64_t other_tokens) {
                      const auto [weights, operations, rescanned] =
-                         nb::cast<std::tuple<double, double, double>>(products(num_tokens, num_logits));
+                         nb::cast<std::tuple<double, double, double>>(products(num_tokens, num_logits, other_tokens));
                      return StepProducts{weights, operations, rescanned};
                    }),
         correction_(spread, checked(factors),
@@ -81,18 +81,18 @@ class CorrectedSteps {
   nb::object predict(const nb::typed<nb::tuple, nb::object, nb::ellipsis>& load, double further) {
     const auto numbers = [&load](size_t field) { return nb::cast<int64_t>(load[field]); };
     const auto by_kind = [&load](size_t field) { return nb::cast<std::vector<int64_t>>(load[field]); };
-    return time_of({numbers(0), numbers(1), numbers(2), by_kind(3), by_kind(4)}, further);
+    return time_of({numbers(0), numbers(1), numbers(2), by_kind(3), by_kind(4), numbers(5)}, further);
   }
 
   std::pair<nb::object, nb::object> predict_rows(const Numbers& starts, const Numbers& counts, int64_t num_logits,
-                                                 double further) {
+                                                 int64_t other_tokens, double further) {
     const size_t num_rows = counts.size();
     if (starts.size() != num_rows) refuse(starts.size(), " starts for ", num_rows, " rows");
-    predictor_.begin_load(num_logits);
+    predictor_.begin_load(num_logits, other_tokens);
     for (size_t row = 0; row < num_rows; ++row) predictor_.add_row(number_at(starts, row), number_at(counts, row));
     const StepLoad& load = predictor_.load();
     return {named_tuple(load_type_, load.num_tokens, load.num_rows, load.num_logits, tuple_of(load.kv_tokens),
-                        tuple_of(load.pairs)),
+                        tuple_of(load.pairs), load.other_tokens),
             time_of(load, further)};
   }
 
@@ -136,7 +136,8 @@ void bind_cost(nb::module_& m) {
           nb::kw_only(), "kinds"_a, "constants"_a, "products"_a, "spread"_a, "factors"_a, "reading_share"_a,
           "load_type"_a, "time_type"_a)
       .def("predict", &CorrectedSteps::predict, "load"_a, "further"_a)
-      .def("predict_rows", &CorrectedSteps::predict_rows, "starts"_a, "counts"_a, "num_logits"_a, "further"_a)
+      .def("predict_rows", &CorrectedSteps::predict_rows, "starts"_a, "counts"_a, "num_logits"_a, "other_tokens"_a,
+           "further"_a)
       .def_prop_ro("spread", [](CorrectedSteps& self) { return self.correction().spread(); })
       .def_prop_ro("num_corrections", [](CorrectedSteps& self) { return self.correction().num_steps(); })
       .def(

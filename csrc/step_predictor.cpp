@@ -58,9 +58,10 @@ StepPredictor::StepPredictor(std::vector<LayersOfKind> kinds, const StepConstant
   load_.pairs.resize(kinds_.size());
 }
 
-void StepPredictor::begin_load(int64_t num_logits) {
+void StepPredictor::begin_load(int64_t num_logits, int64_t other_tokens) {
   load_.num_tokens = load_.num_rows = 0;
   load_.num_logits = num_logits;
+  load_.other_tokens = other_tokens;
   std::ranges::fill(load_.kv_tokens, 0);
   std::ranges::fill(load_.pairs, 0);
 }
@@ -82,7 +83,7 @@ PredictedTime StepPredictor::time(const StepLoad& load, double spread, double fa
     kv_sum += Wide(kinds_[kind].token_bytes) * load.kv_tokens[kind] + Wide(kinds_[kind].state_bytes) * load.num_rows;
     attention_sum += Wide(kinds_[kind].flops_per_pair) * load.pairs[kind];
   }
-  const StepProducts& of_size = products(load.num_tokens, load.num_logits);
+  const StepProducts& of_size = products({load.num_tokens, load.num_logits, load.other_tokens});
   const double host = constants_.per_step + static_cast<double>(load.num_logits) * constants_.per_logit_row;
   const double linear_bytes = of_size.weight_bytes * constants_.per_weight_byte;
   const double linear_ops = of_size.operations * constants_.per_operation;
@@ -101,12 +102,17 @@ PredictedTime StepPredictor::time(const StepLoad& load, double spread, double fa
   return {seconds, seconds / ratio, seconds * ratio, bound};
 }
 
-const StepProducts& StepPredictor::products(int64_t num_tokens, int64_t num_logits) {
-  const uint64_t key = static_cast<uint64_t>(num_tokens) << 32 | static_cast<uint64_t>(num_logits);
-  if (const auto known = products_.find(key); known != products_.end()) return known->second;
-  const StepProducts counted = count_products_(num_tokens, num_logits);
+size_t StepPredictor::Hash::operator()(const Size& size) const {
+  uint64_t hash = 0;
+  for (const int64_t number : size) hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15;
+  return hash ^ hash >> 32;
+}
+
+const StepProducts& StepPredictor::products(const Size& size) {
+  if (const auto known = products_.find(size); known != products_.end()) return known->second;
+  const StepProducts counted = count_products_(size[0], size[1], size[2]);
   if (products_.size() == kKeptSizes) products_.clear();
-  return products_[key] = counted;
+  return products_[size] = counted;
 }
 
 }  // namespace quire

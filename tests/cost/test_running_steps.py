@@ -46,9 +46,9 @@ def test_the_compiled_numbers_are_those_of_the_twin(kinds: tuple[KvKind, ...], i
     constants = replace(CONSTANTS, overlap=rng.uniform(1, 3))
     plain, compiled = both(arithmetic, Fit(constants, rng.uniform(0.01, 0.5), {5: 1.2, 2: 0.7, 8: MAX_RATIO}))
     for number in range(1000):
-        rows, further = random_rows(rng), rng.choice([0.0, 1e-3])
-        load, found = plain.predict_rows(*rows, further)
-        assert compiled.predict_rows(*rows, further) == (load, found), rows
+        rows, others, further = random_rows(rng), rng.choice([0, 0, 1, 300]), rng.choice([0.0, 1e-3])
+        load, found = plain.predict_rows(*rows, others, further)
+        assert compiled.predict_rows(*rows, others, further) == (load, found), rows
         assert compiled.predict(load, further) == found
         measured = found.seconds * rng.lognormvariate(0, rng.choice([0.1, 0.1, 2.0]))
         for steps in (plain, compiled):
@@ -89,10 +89,10 @@ def test_products_of_a_size_are_counted_once_while_it_is_one_of_the_kept() -> No
 
     steps = running_steps(Counting(), Fit(CONSTANTS, 0.1))
     for size in [*range(1, KEPT_SIZES + 1)] * 2:
-        steps.predict_rows([0], [size], 1, 0.0)
+        steps.predict_rows([0], [size], 1, 0, 0.0)
     assert counted == [*range(1, KEPT_SIZES + 1)]
     for size in (KEPT_SIZES + 1, 1):
-        steps.predict_rows([0], [size], 1, 0.0)
+        steps.predict_rows([0], [size], 1, 0, 0.0)
     assert counted[KEPT_SIZES:] == [KEPT_SIZES + 1, 1]
 
 
@@ -100,7 +100,7 @@ def test_what_would_lead_outside_of_memory_is_refused() -> None:
     arithmetic = cost_model().arithmetic
     steps = running_steps(arithmetic, Fit(CONSTANTS, 0.1))
     with pytest.raises(ValueError, match="3 starts for 1 rows"):
-        steps.predict_rows([0, 0, 0], [1], 1, 0.0)
+        steps.predict_rows([0, 0, 0], [1], 1, 0, 0.0)
     with pytest.raises(ValueError, match="other kinds of layers"):
         steps.predict(Load(1, 1, 1, (1,), (1,)), 0.0)
     for size in (-1, 65):

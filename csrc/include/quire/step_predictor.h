@@ -4,6 +4,7 @@
 // It is compiled because a step drives everything out of the caches: benchmarks/NOTES.md, "What a prediction costs".
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -28,6 +29,7 @@ struct LayersOfKind {
 struct StepLoad {
   int64_t num_tokens = 0, num_rows = 0, num_logits = 0;
   std::vector<int64_t> kv_tokens, pairs;  // by kind of layers
+  int64_t other_tokens = 0;               // of other lanes
 };
 
 struct StepConstants {
@@ -35,7 +37,7 @@ struct StepConstants {
       overlap;
 };
 
-// The amounts that depend on the number of tokens and of rows of logits alone.
+// The amounts that depend on the number of tokens, of rows of logits, and of others' tokens alone.
 struct StepProducts {
   double weight_bytes, operations, rescanned_bytes;
 };
@@ -47,7 +49,7 @@ struct PredictedTime {
 
 class StepPredictor {
  public:
-  using Products = std::function<StepProducts(int64_t num_tokens, int64_t num_logits)>;
+  using Products = std::function<StepProducts(int64_t num_tokens, int64_t num_logits, int64_t other_tokens)>;
 
   // `products` is asked once for each of the last sizes of steps.
   StepPredictor(std::vector<LayersOfKind> kinds, const StepConstants& constants, Products products);
@@ -55,19 +57,24 @@ class StepPredictor {
   size_t num_kinds() const { return kinds_.size(); }
 
   // `load` has the rows that were added since `begin_load`.
-  void begin_load(int64_t num_logits);
+  void begin_load(int64_t num_logits, int64_t other_tokens);
   void add_row(int64_t start, int64_t count);
   const StepLoad& load() const { return load_; }
 
   PredictedTime time(const StepLoad& load, double spread, double factor, double further);
 
  private:
-  const StepProducts& products(int64_t num_tokens, int64_t num_logits);
+  using Size = std::array<int64_t, 3>;  // num_tokens, num_logits, other_tokens
+  struct Hash {
+    size_t operator()(const Size& size) const;
+  };
+
+  const StepProducts& products(const Size& size);
 
   const std::vector<LayersOfKind> kinds_;
   const StepConstants constants_;
   const Products count_products_;
-  std::unordered_map<uint64_t, StepProducts> products_;
+  std::unordered_map<Size, StepProducts, Hash> products_;
   StepLoad load_;
 };
 

@@ -93,10 +93,14 @@ class CostModel:
         return self._steps.predict(load, self._pause.seconds(pause))
 
     def predict_rows(
-        self, starts: list[int], counts: list[int], num_logits: int, pause: float = 0.0
+        self, starts: list[int], counts: list[int], num_logits: int, pause: float = 0.0, other_tokens: int = 0
     ) -> tuple[Load, StepTime]:
-        """The load of a step's rows (see StepArithmetic.load), and its time (see `predict`)."""
-        return self._steps.predict_rows(starts, counts, num_logits, self._pause.seconds(pause))
+        """The load of a step's rows (see StepArithmetic.load), and its time (see `predict`).
+
+        Args:
+            other_tokens: see Load.
+        """
+        return self._steps.predict_rows(starts, counts, num_logits, other_tokens, self._pause.seconds(pause))
 
     def observe(self, load: Load, predicted_seconds: float, seconds: float, pause: float = 0.0) -> None:
         """A step took `seconds`. A step that was not timed, or has no time of its own, is ignored.

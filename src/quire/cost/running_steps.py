@@ -48,9 +48,9 @@ class RunningSteps(Protocol):
         """The corrected time of a step, with `further` seconds more."""
 
     def predict_rows(
-        self, starts: list[int], counts: list[int], num_logits: int, further: float
+        self, starts: list[int], counts: list[int], num_logits: int, other_tokens: int, further: float
     ) -> tuple[Load, StepTime]:
-        """See StepArithmetic.load, and `predict`. Raises ValueError if a row has no count."""
+        """See StepArithmetic.load, Load.other_tokens, and `predict`. Raises ValueError if a row has no count."""
 
 
 def running_steps(arithmetic: StepArithmetic, fit: Fit) -> RunningSteps:
@@ -82,9 +82,11 @@ class PlainSteps:
         return step_time(demand, self._constants, self._correction.spread, factor, further)
 
     def predict_rows(
-        self, starts: list[int], counts: list[int], num_logits: int, further: float
+        self, starts: list[int], counts: list[int], num_logits: int, other_tokens: int, further: float
     ) -> tuple[Load, StepTime]:
         load = self._arithmetic.load(starts, counts, num_logits)
+        if other_tokens:
+            load = load._replace(other_tokens=other_tokens)
         return load, self.predict(load, further)
 
 
@@ -102,10 +104,12 @@ def _compiled(arithmetic: StepArithmetic, fit: Fit) -> RunningSteps:
     return cast(RunningSteps, steps)
 
 
-def _products(arithmetic: StepArithmetic, num_tokens: int, num_logits: int) -> tuple[float, float, float]:
+def _products(
+    arithmetic: StepArithmetic, num_tokens: int, num_logits: int, other_tokens: int
+) -> tuple[float, float, float]:
     """The amounts that depend on these numbers alone: bytes of weights, operations, and bytes that are rescanned."""
     nothing = (0,) * len(arithmetic.kinds)
-    of_products = amounts(arithmetic.demand(Load(num_tokens, 0, num_logits, nothing, nothing)))
+    of_products = amounts(arithmetic.demand(Load(num_tokens, 0, num_logits, nothing, nothing, other_tokens)))
     return float(of_products[2]), float(of_products[3]), float(of_products[6])
 
 

@@ -32,7 +32,7 @@ from quire.planning.step_costs import known_cost, peaks
 from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
 from quire.screen.layer_kernels import LayerKernel, layer_kernels
 from quire.screen.memory_lines import MemorySummary
-from quire.settings import Planned, Resolved, Setting
+from quire.settings import Planned, Resolved, SchedulerSettings, Setting
 
 NAME_COLUMN = 35  # the longest name of a setting fits
 
@@ -270,10 +270,10 @@ def _next_costs(
     def weights_in(dtype: str, quantization: str | None) -> str:
         return shown_bytes(model.weight_bytes(dtype, quantization, is_packed=packs_floats(resolved.device.isa)))
 
-    def step_with(name: str, value: int) -> str:
-        """The full step with this value of a setting in place of the present one."""
-        changed = replace(resolved, scheduler=replace(schedule, **{name: value}))
-        return next(step.text() for step in full_steps(changed, cost) if step.setting == name)
+    def full_step(name: str, changed: SchedulerSettings) -> str:
+        """The full step of a setting with other settings."""
+        steps = full_steps(replace(resolved, scheduler=changed), cost)
+        return next(step.text() for step in steps if step.setting == name)
 
     seqs, budget, length = schedule.max_num_seqs, schedule.max_num_batched_tokens, form.max_model_len
     block = form.block_size
@@ -281,9 +281,9 @@ def _next_costs(
     work = shown_bytes(memory.work_bytes - memory.logits_bytes)
     costs = {
         "max_num_seqs": f"{2 * seqs}: {logits} more work memory, and longer steps: "
-        f"{step_with('max_num_seqs', 2 * seqs)}",
+        f"{full_step('max_num_seqs', replace(schedule, max_num_seqs=2 * seqs))}",
         "max_num_batched_tokens": f"{2 * budget}: {work} more work memory, and longer steps: "
-        f"{step_with('max_num_batched_tokens', 2 * budget)}",
+        f"{full_step('max_num_batched_tokens', replace(schedule, max_num_batched_tokens=2 * budget))}",
         "block_size": f"{2 * block}: up to {2 * block - 1} tokens of cache wasted per request, now {block - 1}",
         "max_model_len": f"{2 * length}: one full request takes {shown_request(2 * length)} of KV cache, "
         f"now {shown_request(length)}"
