@@ -38,11 +38,11 @@ from typing import Any
 import httpx
 import uvloop
 
+from quire import extension
 from quire.config import EngineConfig
 from quire.cost.calibrate import Fit
 from quire.cost.step_time import Constants
 from quire.entry.launch import find_model
-from quire.kernels import extension
 from quire.measure import report
 from quire.measure.arrivals import arrival_times
 from quire.measure.kept_costs import wait_for_costs

@@ -302,9 +302,8 @@ def prediction_microseconds(cost: CostModel) -> float:
     starts, counts = [1000 + row for row in range(MOST_ROWS)], [1] * MOST_ROWS
     for _ in range(PREDICTIONS):
         start = time.perf_counter()
-        load = cost.arithmetic.load(starts, counts, MOST_ROWS)
-        seconds = cost.predict(load).seconds
-        cost.observe(load, seconds, seconds)
+        load, predicted = cost.predict_rows(starts, counts, MOST_ROWS)
+        cost.observe(load, predicted.seconds, predicted.seconds)
         times.append(time.perf_counter() - start)
     return 1e6 * statistics.median(times)
 

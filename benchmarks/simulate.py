@@ -32,9 +32,9 @@ from typing import Any
 
 import uvloop
 
+from quire import extension
 from quire.config import EngineConfig
 from quire.entry.launch import find_model
-from quire.kernels import extension
 from quire.measure import report
 from quire.measure.kept_costs import wait_for_costs
 from quire.measure.load import Run

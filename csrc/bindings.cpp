@@ -80,6 +80,7 @@ NB_MODULE(_C, m) {
   quire::bind_kv_cache(m);
   quire::bind_activation(m);
   quire::bind_attention(m);
+  quire::bind_cost(m);
   quire::bind_experts(m);
   quire::bind_gemm(m);
   quire::bind_group(m);

@@ -35,6 +35,7 @@ void bind_struct(nanobind::module_& m, const char* name, const Construct& constr
 
 void bind_activation(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
+void bind_cost(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
 void bind_group(nanobind::module_& m);

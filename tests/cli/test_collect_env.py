@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire import __version__
+from quire import __version__, extension
 from quire.cli import collect_env
 from quire.cli.main import main
-from quire.kernels import extension
 
 
 def test_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from quire import extension
 from quire.cli import complete
 from quire.cli.main import build_parser, main
 from quire.errors import ConfigError, EngineDeadError
-from quire.kernels import extension
 from tests.e2e.serving import Program
 from tests.nursery import LightPopen
 

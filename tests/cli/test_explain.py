@@ -421,6 +421,8 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
         "max_num_seqs                          8   [flag]",
         "limits  running requests; the others wait",
         "next    16: ",
+        " for one token of each of 16 requests, in short contexts\n",
+        " more work memory, and longer steps: ",
         "live    POST /v1/config moves it, up to 8",
         "fits     KV cache size: 32,768 tokens = 16 chats of 2k",
         "As they are by default:",

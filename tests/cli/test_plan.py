@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import quire.demo
+from quire import extension
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.cost.calibrate import Fit
-from quire.kernels import extension
 from quire.measure.workload import NAMED_WORKLOADS
 from quire.model_config import load_model_config
 from quire.planning import devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from quire.cost.arithmetic import LayerKind, StepArithmetic
 from quire.formats.kv_format import kv_format
 from quire.layer_spec.attention import Full
 from tests.cost.models import BOUND, model_with
+from tests.models.test_layer_spec import experts
 
 ROWS = st.lists(st.tuples(st.integers(0, 100), st.integers(1, 60) | st.just(1)), min_size=1, max_size=6)
 KINDS = ("full", "window", "chunked", "state")
@@ -48,6 +50,22 @@ def test_rows_add_up(some: list[tuple[int, int]], others: list[tuple[int, int]])
     for row in others:
         load = arithmetic.with_row(load, *row, num_logits=0)
     assert load == arithmetic.load(starts, counts, len(some))
+
+
+def test_tokens_of_other_lanes_meet_the_experts_alone() -> None:
+    """Of three experts a token uses two."""
+    dense = model_with("full", "full")
+    part = experts(dense.hidden_size, 30, count=3, num_active=2)
+    model = replace(dense, layers=tuple(replace(layer, feed_forward=part) for layer in dense.layers))
+    arithmetic = StepArithmetic(model, "bfloat16", None, "auto")
+    load = arithmetic.load([4], [1], 1)
+    alone, beside = (arithmetic.demand(load._replace(other_tokens=count)) for count in (0, 5))
+    weights = sum(linear.num_weights for linear in part.expert.linears) // 3
+    assert beside.linear_flops - alone.linear_flops == 5 * 2 * weights * 2 * len(model.layers)
+    assert beside.weight_bytes == arithmetic.demand(arithmetic.load([4], [6], 1)).weight_bytes > alone.weight_bytes
+    assert (beside.kv_bytes, beside.attention_flops) == (alone.kv_bytes, alone.attention_flops)
+    without = StepArithmetic(dense, "bfloat16", None, "auto")
+    assert without.demand(load._replace(other_tokens=5)) == without.demand(load)
 
 
 def test_one_decoding_row() -> None:

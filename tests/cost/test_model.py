@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire import extension
 from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, MeasuredStep, fit
 from quire.cost.correct import HALF_COLD_SECONDS, SHORTEST_PAUSE, Correction
@@ -21,6 +22,7 @@ from quire.cost.step_time import MIN_SPREAD, Constants, prior, reading_share, st
 from quire.cost.store import CalibrationFile
 from tests.cost.models import CONSTANTS, cost_model, model_with
 
+needs_extension = pytest.mark.skipif(extension.C is None, reason="needs the extension")
 MAY_BE_LATE_BY = 20  # frontend/supervisor.py: a step that takes longer than this multiple of its prediction has hung
 ARITHMETIC = cost_model().arithmetic
 WITHOUT_HOST = replace(CONSTANTS, per_step=1e-6, per_logit_row=1e-7)
@@ -58,21 +60,24 @@ def calls_of_a_step(cost: CostModel, num_rows: int) -> int:
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        load = cost.arithmetic.load(starts, counts, num_rows)
-        predicted = cost.predict(load).seconds
-        cost.observe(load, predicted, 1.02 * predicted)
+        load, predicted = cost.predict_rows(starts, counts, num_rows)
+        cost.observe(load, predicted.seconds, 1.02 * predicted.seconds)
     finally:
         sys.setprofile(before)
     return next(calls)
 
 
-def test_the_work_of_a_prediction_does_not_grow_with_rows_and_is_little() -> None:
-    """Of a server that has seen steps of ten sizes. A call takes a tenth of a microsecond, and 20 are allowed."""
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=needs_extension)])
+def test_the_work_of_a_prediction_does_not_grow_with_rows_and_is_little(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server that has seen steps of ten sizes. In an engine most calls wait for their code from memory."""
+    monkeypatch.setattr(extension, "is_used", lambda: is_compiled)
     cost = CostModel(StepArithmetic(model_with("full"), "bfloat16", None, "auto"), Fit(CONSTANTS, 0.05))
     sizes = [1 << size for size in range(10)]
     for num_rows in (*sizes, *sizes):
         few = calls_of_a_step(cost, num_rows)
-    assert calls_of_a_step(cost, 1) == calls_of_a_step(cost, 256) == few <= 80
+    assert calls_of_a_step(cost, 1) == calls_of_a_step(cost, 256) == few <= (8 if is_compiled else 80)
 
 
 def test_it_follows_what_the_machine_does() -> None:
@@ -301,7 +306,7 @@ def test_what_binds_is_named(constants: Constants, bound: str) -> None:
 
 
 def test_a_step_that_fills_its_tiles_has_the_size_of_those_with_fewer_rows() -> None:
-    correction = Correction(0.03, {}, lambda num_tokens: 1.0)
+    correction = Correction(0.03, [], lambda size: 1.0)
     correction.add(24, 1.0, 2.0)
     correction.add(40, 1.0, 0.5)
     assert correction.factor(32) == correction.factor(17) > correction.factor(33) == correction.factor(64)

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from quire import extension
 from quire.distributed import shared_memory
 from quire.distributed.layout import Grid, place_experts, shares
 from quire.distributed.shared_memory import SharedMemoryGroup, make_memory, ranks_on
 from quire.forward_batch import LaneRows
-from quire.kernels import cpu, extension
+from quire.kernels import cpu
 from quire.kernels.experts import combine, route
 from quire.kernels.routing import Routing, RoutingRule
 from quire.layer_spec.cuts import Placement

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from quire import extension
 from quire.distributed import shared_memory
 from quire.distributed.group import STOPPED, GroupError, Ranks, StepVoid
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import SharedMemoryGroup, make_memory, ranks_on
 from quire.errors import ConfigError
-from quire.kernels import cpu, extension
+from quire.kernels import cpu
 from tests.distributed.machines import ranks_of
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")

@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 
+from quire import extension
 from quire.config import EngineConfig
 from quire.engine import process
 from quire.engine.deterministic import DeterministicExecutor
 from quire.engine.rank_spawn import RankInterpreter
 from quire.errors import AdapterChangedError, AdapterNotFoundError
 from quire.formats.weight_format import packs_floats
-from quire.kernels import extension
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress

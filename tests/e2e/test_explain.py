@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire import demo
+from quire import demo, extension
 from quire.config import EngineConfig, ServerConfig
 from quire.engine.start import start_engine
-from quire.kernels import extension
 from quire.model_config import load_model_config
 from quire.planning import devices
 from quire.screen.explain import explain

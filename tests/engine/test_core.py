@@ -456,3 +456,32 @@ def test_a_lost_request_is_begun_before_its_adapter_is_read() -> None:
     for name, is_retry in (("new", False), ("again", True)):
         driver.core.add(AddRequest(name, [1], SamplingParams(), 4, adapter="any", is_retry=is_retry))
     assert told == [["again"]]
+
+
+def test_a_step_of_lanes_is_predicted_by_the_busiest_one() -> None:
+    """Its experts get the tokens of all. The record counts the work of all lanes."""
+    cost, lanes = cost_model(), Lanes([Driver().scheduler for _ in range(2)])
+    core = EngineCore(lanes, LanesExecutor(), cost=cost)
+    for name, lane, prompt in (("a", 0, [1, 2, 3]), ("b", 1, [4, 5, 6, 7, 8]), ("c", 1, [9])):
+        message = AddRequest(name, prompt, SamplingParams(), 4)
+        message.lane = lane
+        core.add(message)
+    core.step()
+    record, busiest = core.last_record, cost.arithmetic.load([0, 0], [5, 1], 2)
+    assert record is not None
+    assert record.predicted_seconds == cost_model().predict(busiest._replace(other_tokens=3)).seconds
+    of_all = cost.arithmetic.load([0, 0, 0], [3, 5, 1], 3)
+    assert (record.num_logits, record.kv_tokens, record.pairs) == (of_all.num_logits, of_all.kv_tokens, of_all.pairs)
+
+
+class LanesExecutor:
+    """Answers one token for each row of each lane."""
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        future: Future[StepResult] = Future()
+        lanes = [StepResult(batch.step_id, [[7] for _ in lane.request_ids]) for lane in batch.lanes]
+        future.set_result(StepResult.of_lanes(batch.step_id, lanes))
+        return future
+
+    def shutdown(self) -> None:
+        """There is nothing to stop."""

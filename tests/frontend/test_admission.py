@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ PROMPT, ANSWER, PLACES = 500, 40, 16
 TTFT, ITL, ATTAINMENT = 1.0, 0.05, 0.99
 
 
-def record(num_running: int, num_waiting: int, **fields: float) -> StepRecord:
+def record(num_running: int, num_waiting: int, **fields: Any) -> StepRecord:
     zeros = {name: 0 for name in StepRecord.__struct_fields__ if not name.endswith("_seconds")}
     pairs = {"kv_tokens": (), "pairs": (), "evicted_blocks": None}
     return StepRecord(**{**zeros, **pairs, "num_running": num_running, "num_waiting": num_waiting, **fields})
@@ -109,6 +110,17 @@ def test_a_request_that_would_miss_the_target_is_refused_with_the_prediction() -
         door.check(400)
     door.on_idle()
     door.check(10**6)
+
+
+def test_a_refusal_says_the_interval_of_its_prediction_and_what_binds() -> None:
+    """It is that of the newest step with a prediction. The time that has passed is certain."""
+    door, step = admission(slo_ttft=0.5), {"predicted_seconds": 0.1, "predicted_high_seconds": 0.2}
+    door.on_step(record(1, 0, num_prefill_tokens=64, **step, bound="memory"))
+    with pytest.raises(TargetMissedError, match=r"would come after 1s \(500ms to 2s, bound by memory\)\. Expected"):
+        door.check(900)
+    door.on_step(record(1, 0, step_seconds=0.1, predicted_seconds=0.0, predicted_high_seconds=0.0))
+    with pytest.raises(TargetMissedError, match=r"would come after 1\.5s \(1s to 2\.5s, bound by memory\)\. Expected"):
+        door.check(900, waited=0.5)
 
 
 def test_without_a_target_only_the_queue_refuses() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels import cpu, extension
+from quire import extension
+from quire.kernels import cpu
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "quire"

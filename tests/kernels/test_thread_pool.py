@@ -91,7 +91,7 @@ def test_jobs_from_several_python_threads(set_num_threads: Callable[[int], None]
 
 FORK = """
 import os, sys, time
-from quire.kernels.extension import C
+from quire.extension import C
 C.set_num_threads(3)
 probe = C.thread_pool_probe
 assert min(probe(100)) >= 0
@@ -127,7 +127,7 @@ def test_default_follows_the_affinity() -> None:
     one_cpu = f"""
 import os
 os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
-from quire.kernels.extension import C
+from quire.extension import C
 print(C.num_threads())
 """
     result = subprocess.run([sys.executable, "-c", one_cpu], check=False, timeout=60, capture_output=True, text=True)

@@ -61,6 +61,7 @@ EXPECTED = {
     "quire_slo_target_seconds": "gauge",
     "quire_step_predicted_seconds": "histogram",
     "quire_prediction_ratio": "histogram",
+    "quire_predicted_steps": "counter",
 }
 # vLLM's own upper bounds, which must stay among ours.
 VLLM_BUCKETS = {
@@ -123,6 +124,7 @@ def test_labels(metrics):
         ("vllm:admission_rejections", "reason", ["queue_full", "ttft_target"]),
         ("quire_slo_requests", "met", ["true", "false"]),
         ("quire_slo_target_seconds", "target", ["ttft", "itl"]),
+        ("quire_predicted_steps", "inside", ["true", "false"]),
         ("quire_engine_restarts", "reason", ["crash", "silent", "stuck", "start"]),
         ("quire_requests_lost", "reason", ["retried", "gave_up"]),
     ],
@@ -205,6 +207,18 @@ def test_predictions(metrics):
     for name, value in (("quire_step_predicted_seconds", 0.01), ("quire_prediction_ratio", 1.1)):
         sums = {s.name.removeprefix(name): s.value for s in found[name].samples if not s.name.endswith("_bucket")}
         assert (sums["_count"], sums["_sum"]) == (1, pytest.approx(value)), "a step without a prediction does not count"
+
+
+def test_steps_in_the_interval_of_their_prediction(metrics):
+    interval = {"predicted_low_seconds": 0.008, "predicted_seconds": 0.01, "predicted_high_seconds": 0.0125}
+    for seconds in (0.0079, 0.0081, 0.0124, 0.0126, 0.05):
+        metrics.engines[0].on_step(record(**interval, step_seconds=seconds + 0.25, draft_seconds=0.25))
+    metrics.engines[0].on_step(record(step_seconds=0.0))
+    samples = families(metrics)["quire_predicted_steps"].samples
+    assert {each.labels["inside"]: each.value for each in samples if each.name.endswith("_total")} == {
+        "true": 2,
+        "false": 3,
+    }
 
 
 def test_kv_blocks():

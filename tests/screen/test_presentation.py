@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from quire import logs
+from quire import extension, logs
 from quire.entry import systemd
-from quire.kernels import extension
 from quire.resolve import GIB, DeviceFacts
 from quire.screen import first_screen
 from quire.screen.memory_lines import MemorySummary
@@ -201,7 +200,7 @@ def test_missing_kernels(
     monkeypatch.setattr(extension, "WHY_NOT", "installed without a C++ compiler")
     remedy = f"`make setup` in {Path(__file__).parents[2]}"
     if not is_checkout:
-        monkeypatch.setattr(extension, "__file__", str(tmp_path / "site-packages/quire/kernels/extension.py"))
+        monkeypatch.setattr(extension, "__file__", str(tmp_path / "site-packages/quire/extension.py"))
         remedy = INSTALLED
     first_screen.show_header("a/model", DEVICE, has_gpu=False)
     lines = capsys.readouterr().err.splitlines()

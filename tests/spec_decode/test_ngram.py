@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire import extension
 from quire.errors import ConfigError
-from quire.kernels import cpu, extension
+from quire.kernels import cpu
 from quire.spec_decode.ngram import NgramProposer
 from tests.examples import examples
 from tests.spec_decode.requests import request

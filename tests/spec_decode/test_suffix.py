@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire import extension
 from quire.errors import ConfigError
-from quire.kernels import extension
 from quire.spec_decode.suffix import SuffixProposer
 from tests.examples import IS_FULL, examples
 from tests.spec_decode.requests import request

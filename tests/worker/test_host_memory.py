@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
-from quire import demo
+from quire import demo, extension
 from quire.config import EngineConfig
 from quire.cost.devices import Ceilings
-from quire.kernels import cpu, extension
+from quire.kernels import cpu
 from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
 from quire.planning import devices

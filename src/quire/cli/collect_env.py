@@ -12,9 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from quire import __version__, envs
+from quire import __version__, envs, extension
 from quire.errors import ConfigError
-from quire.kernels import extension
 from quire.planning import devices
 from quire.resolve import shown_bytes
 

@@ -47,8 +47,8 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     if given := [name for name in _FOREIGN if getattr(args, name) is not None]:
         return _explain_foreign(args, given)
     engine_config, server_config = read_settings(parser, args)
+    from quire import extension
     from quire.entry.launch import find_chat_template, find_model
-    from quire.kernels import extension
     from quire.metrics.stopwatch import Stopwatch
     from quire.planning.hardware import this_machine
     from quire.screen.explain import explain

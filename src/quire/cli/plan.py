@@ -129,7 +129,7 @@ class _Machine:
     """The machine for the models: this machine, or one that --memory, --bandwidth and --flops describe."""
 
     def __init__(self, args: argparse.Namespace, engine: EngineConfig) -> None:
-        from quire.kernels import extension
+        from quire import extension
         from quire.planning.hardware import this_machine
         from quire.planning.replicas import share_of_machine
 

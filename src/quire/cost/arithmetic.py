@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
 from typing import NamedTuple
@@ -31,6 +31,7 @@ class Load(NamedTuple):
     num_logits: int  # rows of logits
     kv_tokens: tuple[int, ...]  # the sum over the rows of the tokens that are read from the KV cache
     pairs: tuple[int, ...]  # pairs of a new token and a token that it sees
+    other_tokens: int = 0  # tokens of other lanes: of all weights they meet those of the experts alone
 
 
 class Demand(NamedTuple):
@@ -205,6 +206,8 @@ class StepArithmetic:
         self.is_fp8 = blocks[Fp8Format] > blocks.total() / 2
         self.is_integer = blocks[GroupedFormat] > blocks.total() / 2
         self._int8_blocks = 2 * blocks[GroupedFormat]
+        of_experts = _num_held(model, _active_stacks(model), quantization)
+        self._experts, self._int8_experts = 2 * of_experts.total(), 2 * of_experts[GroupedFormat]
         of_output = _num_held(model, [(output, 1)], quantization)
         self._int8_output = 2 * of_output[GroupedFormat]
         output_is_integer = of_output[GroupedFormat] > of_output.total() / 2
@@ -245,7 +248,8 @@ class StepArithmetic:
             tokens + kind.span(start, count) for tokens, kind in zip(load.kv_tokens, self.kinds, strict=True)
         )
         pairs = tuple(pairs + kind.area(start, count) for pairs, kind in zip(load.pairs, self.kinds, strict=True))
-        return Load(load.num_tokens + count, load.num_rows + 1, load.num_logits + num_logits, kv_tokens, pairs)
+        num_tokens, num_logits = load.num_tokens + count, load.num_logits + num_logits
+        return Load(num_tokens, load.num_rows + 1, num_logits, kv_tokens, pairs, load.other_tokens)
 
     def weight_bytes(self, num_tokens: int) -> float:
         """Bytes of the weights that a step of this number of tokens reads, with logits. Routing is taken as uniform."""
@@ -262,14 +266,16 @@ class StepArithmetic:
             kv_bytes += kind.token_bytes * kv_tokens + state
             written += kind.token_bytes * load.num_tokens + state
             attention += kind.flops_per_pair * pairs
-        weights, linear, int8_ops, rescanned, filling = self._products(load.num_tokens, load.num_logits)
+        weights, linear, int8_ops, rescanned, filling = self._products(
+            load.num_tokens, load.num_logits, load.other_tokens
+        )
         return Demand(weights, kv_bytes, written, linear, int8_ops, attention, load.num_logits, rescanned, filling)
 
-    def _count_products(self, tokens: int, logits: int) -> tuple[float, float, float, float, float]:
-        """The amounts of a Demand that depend on the number of tokens and of rows of logits alone."""
-        int8_ops = self._int8_blocks * tokens + self._int8_output * logits
-        weights = self.weight_bytes(tokens) - (0 if logits else self.output_bytes)
-        linear = self._blocks * tokens + self._output * logits - int8_ops
+    def _count_products(self, tokens: int, logits: int, others: int) -> tuple[float, float, float, float, float]:
+        """The amounts of a Demand that depend on the number of tokens, rows of logits, and others' tokens alone."""
+        int8_ops = self._int8_blocks * tokens + self._int8_output * logits + self._int8_experts * others
+        weights = self.weight_bytes(tokens + others) - (0 if logits else self.output_bytes)
+        linear = self._blocks * tokens + self._output * logits + self._experts * others - int8_ops
         blocks = self.always_read_bytes - self.output_bytes
         rescanned = blocks * self._tiles.rescanned_share(tokens, has_codes=self._has_codes)
         rescanned += self.output_bytes * self._output_tiles.rescanned_share(logits, has_codes=self._output_has_codes)
@@ -285,6 +291,13 @@ class StepArithmetic:
         if self._tiles.is_filled:
             return num_tokens + -num_tokens % self._tiles.num_rows
         return self._tiles.most_streamed if num_tokens <= self._tiles.most_streamed else sys.maxsize
+
+
+def _active_stacks(model: ModelConfig) -> Iterator[tuple[LinearShape, int]]:
+    """The linear layers of the experts that one token uses, with the number of each."""
+    for experts, count in Counter(model.experts()).items():
+        for linear in experts.expert.linears:
+            yield replace(linear, num_experts=experts.num_active_here), count
 
 
 def _num_held(

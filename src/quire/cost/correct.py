@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.cost.step_time import MIN_SPREAD
@@ -83,31 +83,34 @@ class Correction:
     are, so their predictions stay comparable.
 
     Args:
-        factors: the factors of an earlier start, by size. They have no steps of this one, so they follow its first
+        factors: sizes with the factors of an earlier start. They have no steps of this one, so they follow its first
             steps fast.
-        reading_share: gives the share of a step's time that goes to reading, for a number of tokens.
+        reading_share: gives the share of a step's time that goes to reading, for a size.
 
     Attributes:
         spread: nine of ten steps now lie within the ratio 1 + spread of their prediction.
         num_steps: steps that were added.
     """
 
-    def __init__(self, spread: float, factors: Mapping[int, float], reading_share: Callable[[int], float]) -> None:
+    def __init__(
+        self, spread: float, factors: Iterable[tuple[int, float]], reading_share: Callable[[int], float]
+    ) -> None:
         self._reading_share = reading_share
         self._following: dict[int, dict[int, float]] = {}  # size -> other size -> see _following_share
-        self._sizes = {size: _Size(math.log(each)) for size, each in factors.items()}
+        self._sizes = {size: _Size(math.log(each)) for size, each in factors}
         self._factors: dict[int, float] = {}  # size -> factor, for every size that was asked for
         self.set_spread(spread)
         self.num_steps = 0
 
     def set_spread(self, spread: float) -> None:
         """Take this spread, until further steps change it."""
-        self._variance = (math.log1p(spread) / SPREAD_QUANTILE) ** 2
+        deviation = math.log1p(spread) / SPREAD_QUANTILE
+        self._variance = deviation * deviation
         self.spread = spread
 
-    def factors(self) -> dict[int, float]:
-        """The factor of every size that has steps, of this start or an earlier one, up to MAX_RATIO."""
-        return {size: min(max(math.exp(each.log), 1 / MAX_RATIO), MAX_RATIO) for size, each in self._sizes.items()}
+    def factors(self) -> list[tuple[int, float]]:
+        """Every size that has steps, of this start or an earlier one, with its factor up to MAX_RATIO."""
+        return [(size, min(max(math.exp(each.log), 1 / MAX_RATIO), MAX_RATIO)) for size, each in self._sizes.items()]
 
     def factor(self, num_tokens: int) -> float:
         """The factor of a prediction for a step of `num_tokens` tokens."""
@@ -148,7 +151,7 @@ class Correction:
 
     def _following_share(self, size: int, other: int) -> float:
         """The share of a change of `size` by which the other size follows."""
-        likeness = 1 - abs(self._reading_share(1 << size) - self._reading_share(1 << other))
+        likeness = 1 - abs(self._reading_share(size) - self._reading_share(other))
         return likeness * NEIGHBOUR_SHARE ** abs(other - size)
 
 

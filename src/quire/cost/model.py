@@ -16,13 +16,13 @@ from quire.cost.correct import (
     MAX_RATIO,
     SHORTEST_PAUSE,
     SPREAD_QUANTILE,
-    Correction,
     Pause,
     Tail,
     possible_spread,
 )
 from quire.cost.overhead import MAX_SECONDS, Overhead, OverheadCorrection
-from quire.cost.step_time import MIN_SPREAD, StepTime, reading_share, step_seconds, step_time
+from quire.cost.running_steps import running_steps
+from quire.cost.step_time import MIN_SPREAD, StepTime, step_seconds
 
 
 class CostModel:
@@ -45,7 +45,7 @@ class CostModel:
         the costs that an earlier start has learnt.
         """
         self.fit = fit
-        self._correction, self._tail = Correction(fit.spread, fit.factors, self._reading_share), Tail()
+        self._steps, self._tail = running_steps(self.arithmetic, fit), Tail()
         if fit.cold:
             self._pause = Pause(fit.cold)
         if fit.overhead is not None:
@@ -53,16 +53,16 @@ class CostModel:
 
     def widen(self, spread: float) -> None:
         """Give predictions at least this spread, until running steps change it."""
-        self._correction.set_spread(max(spread, self.spread))
+        self._steps.set_spread(max(spread, self.spread))
 
     @property
     def num_corrections(self) -> int:
         """The number of running steps that have corrected these constants."""
-        return self._correction.num_steps
+        return self._steps.num_corrections
 
     def corrected_fit(self) -> Fit:
         """The constants, corrected by running steps, for later starts."""
-        spread, factors = possible_spread(self.spread), self._correction.factors()
+        spread, factors = possible_spread(self.spread), dict(self._steps.factors())
         cold, overhead = min(self._pause.cold, MAX_COLD_SECONDS), self.overhead
         if overhead is not None:
             numbers = (overhead.per_request, overhead.per_prompt_token)
@@ -82,7 +82,7 @@ class CostModel:
     @property
     def spread(self) -> float:
         """Nine of ten steps lie within the ratio 1 + spread of their prediction."""
-        return self._correction.spread
+        return self._steps.spread
 
     def predict(self, load: Load, pause: float = 0.0) -> StepTime:
         """The time of a step.
@@ -90,9 +90,17 @@ class CostModel:
         Args:
             pause: seconds that the engine did nothing before it.
         """
-        correction = self._correction
-        demand, factor = self.arithmetic.demand(load), correction.factor(load.num_tokens)
-        return step_time(demand, self.fit.constants, correction.spread, factor, self._pause.seconds(pause))
+        return self._steps.predict(load, self._pause.seconds(pause))
+
+    def predict_rows(
+        self, starts: list[int], counts: list[int], num_logits: int, pause: float = 0.0, other_tokens: int = 0
+    ) -> tuple[Load, StepTime]:
+        """The load of a step's rows (see StepArithmetic.load), and its time (see `predict`).
+
+        Args:
+            other_tokens: see Load.
+        """
+        return self._steps.predict_rows(starts, counts, num_logits, other_tokens, self._pause.seconds(pause))
 
     def observe(self, load: Load, predicted_seconds: float, seconds: float, pause: float = 0.0) -> None:
         """A step took `seconds`. A step that was not timed, or has no time of its own, is ignored.
@@ -106,7 +114,7 @@ class CostModel:
             alone = max(predicted_seconds - self._pause.seconds(pause), predicted_seconds / MAX_RATIO)
             self._pause.add(pause, alone, seconds)
             predicted_seconds = alone + self._pause.seconds(pause)
-        self._correction.add(load.num_tokens, predicted_seconds, seconds)
+        self._steps.correct(load.num_tokens, predicted_seconds, seconds)
         if is_cold:
             return  # no running answer waits for such a step, and the constants are those of a busy engine
         if load.num_tokens > load.num_rows:
@@ -161,7 +169,7 @@ class CostModel:
         """
         load = self.arithmetic.load([0], [num_tokens], 1)
         twice = self.arithmetic.load([0, 0], [num_tokens, num_tokens], 1 + num_tokens)
-        factor = self._correction.factor(num_tokens)
+        factor = self._steps.factor(num_tokens)
         seconds, longer = (
             factor * step_seconds(self.arithmetic.demand(each), self.fit.constants) for each in (load, twice)
         )
@@ -178,11 +186,6 @@ class CostModel:
             num_logits: rows of logits of all rows together.
         """
         return StepRoom(self, self.arithmetic.load(starts, counts, num_logits), seconds / self.margin(attainment))
-
-    def _reading_share(self, num_tokens: int) -> float:
-        """See step_time.reading_share, for a prompt of this number of tokens."""
-        load = self.arithmetic.load([0], [num_tokens], 1)
-        return reading_share(self.arithmetic.demand(load), self.fit.constants)
 
 
 class StepRoom:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from quire import extension
 from quire.distributed.layout import Grid
 from quire.distributed.whereabouts import Whereabouts
 from quire.errors import EngineDeadError
-from quire.kernels import extension
 
 if TYPE_CHECKING:
     import torch

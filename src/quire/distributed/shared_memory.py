@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire import extension
 from quire.distributed import wire
 from quire.distributed.group import Link, Ranks
 from quire.distributed.layout import Grid
@@ -26,7 +27,7 @@ from quire.distributed.network import SocketLink
 from quire.distributed.whereabouts import Whereabouts
 from quire.errors import ConfigError, EngineDeadError
 from quire.forward_batch import ForwardBatch, LayerCache
-from quire.kernels import cpu, extension
+from quire.kernels import cpu
 from quire.kernels.layer_rules import AttentionRule
 
 if TYPE_CHECKING:

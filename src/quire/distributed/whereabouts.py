@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from quire.kernels import extension
+from quire import extension
 
 
 class Place(NamedTuple):

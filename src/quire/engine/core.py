@@ -52,7 +52,7 @@ class _Step:
     stats: ScheduleStats
     start_time: float
     schedule_seconds: float
-    load: Load | None
+    load: Load | None  # with lanes, that of the busiest one
     predicted: StepTime | None
     predicted_seconds: float  # with the drafter's time; nine of ten steps take at most this time; 0: no cost model
     pause: float  # the seconds before this step in which the engine was idle
@@ -291,10 +291,15 @@ class EngineCore:
         load, predicted, predicted_seconds = None, None, 0.0
         pause = max(start - self._last_end_time, 0.0) if self._last_end_time and not self._in_flight else 0.0
         if self.cost is not None:
-            load = self.cost.arithmetic.load(
-                batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
+            # Lanes compute side by side, so a step takes as long as the busiest one, whose experts get all tokens.
+            rows = max(batch.lanes, key=lambda lane: lane.num_tokens) if batch.lanes else batch
+            load, predicted = self.cost.predict_rows(
+                rows.num_computed_tokens,
+                rows.num_scheduled_tokens,
+                sum(rows.num_logits),
+                pause,
+                batch.num_tokens - rows.num_tokens if batch.lanes else 0,
             )
-            predicted = self.cost.predict(load, pause)
             predicted_seconds = predicted.high + self.scheduler.speculation.drafter_seconds(batch.draft_token_ids)
             self.predicted_seconds += predicted_seconds
         try:
@@ -395,6 +400,10 @@ class EngineCore:
         if load is not None and predicted is not None:
             record.predicted_seconds, record.bound = predicted.seconds, predicted.bound
             record.predicted_low_seconds, record.predicted_high_seconds = predicted.low, predicted.high
+            if batch.lanes and self.cost is not None:  # the work of all
+                load = self.cost.arithmetic.load(
+                    batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
+                )
             record.num_logits, record.kv_tokens, record.pairs = load.num_logits, load.kv_tokens, load.pairs
         counts = scheduler.speculation.take_counts()
         record.num_drafts, record.num_draft_tokens = counts.num_drafts, counts.num_draft_tokens

@@ -18,12 +18,11 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from quire import __version__, envs
+from quire import __version__, envs, extension
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.distributed.layout import Grid
 from quire.errors import ConfigError
-from quire.kernels import extension
 from quire.logs import get_logger
 from quire.option import options
 from quire.planning.cut_stages import grid_of

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import quire.demo
+from quire import extension
 from quire.config import EngineConfig, ServerConfig
 from quire.demo import DEMO_MODEL_NAME
 from quire.entry.spawn import EngineInterpreter, how_it_ended, spawn_engine
@@ -40,7 +41,6 @@ from quire.frontend.tokenizer_files import (
 )
 from quire.frontend.tracing import check_installed, request_tracer
 from quire.gguf.file import is_gguf
-from quire.kernels import extension
 from quire.loader.drafter import load_drafter_config
 from quire.loader.gguf_choice import find_gguf
 from quire.loader.hub import local_path, resolve_model, resolve_tokenizer_files

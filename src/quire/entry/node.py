@@ -11,14 +11,13 @@ from functools import partial
 
 import msgspec
 
-from quire import logs
+from quire import extension, logs
 from quire.config import EngineConfig
 from quire.demo import DEMO_MODEL_NAME
 from quire.engine.libraries import load
 from quire.engine.rank_spawn import die_with_parent, spawned_ranks
 from quire.entry.launch import find_model
 from quire.errors import QuireError
-from quire.kernels import extension
 from quire.planning import devices
 from quire.planning.cut_stages import check_cuts
 from quire.planning.replicas import num_early_ranks

@@ -16,7 +16,7 @@ from types import FrameType
 
 import uvloop
 
-from quire import envs, logs
+from quire import envs, extension, logs
 from quire.config import EngineConfig, ServerConfig
 from quire.demo import DEMO_MODEL_NAME
 from quire.entry import systemd
@@ -33,7 +33,6 @@ from quire.entry.spawn import EngineInterpreter
 from quire.errors import AdapterError, ConfigError, QuireError
 from quire.frontend.supervisor import ready_seconds
 from quire.frontend.tokenizer_files import chat_template_text
-from quire.kernels import extension
 from quire.lora.modules import parse_module
 from quire.messages import EngineProgress
 from quire.metrics.prometheus import PrometheusMetrics

@@ -11,7 +11,8 @@ the longer one of two:
 
 Tokens in the prefix cache take no time; their share is the recent one. If requests waited longer than predicted,
 predictions are multiplied by a factor. The share --slo-attainment of requests stays within this factor. It moves with
-every request whose prediction was not far below the target.
+every request whose prediction was not far below the target. The interval of a prediction has all steps at the same end
+of theirs, as wide as that of the newest step.
 
 Clients that ask again at once would take the engine's cores by refusals alone. So refusals have a pace: up to
 FREE_REFUSALS at once, then REFUSALS_PER_SECOND. Each is sent in its turn. Turns come together every
@@ -74,6 +75,7 @@ class Admission:
         self._num_places = self._num_lanes = 1
         self._num_kv_tokens = 0  # the context that the last step read
         self._step_seconds = self._usual_step_seconds = self._answer_seconds = 0.0
+        self._spread, self._bound = 1.0, ""  # of the newest step: see StepTime; 1: it has no interval
         self._cache_queries = self._cache_hits = 0.0
         self._answer_steps, self._num_ended = float(FIRST_ANSWER_TOKENS), 1.0  # of the recent past
         self._prompts: dict[str, _Sent] = {}
@@ -118,6 +120,9 @@ class Admission:
         prompts = record.num_prefill_tokens * pace.per_prompt_token
         prompts += max(record.pairs, default=0) * pace.per_prompt_pair if record.num_prefill_tokens else 0.0
         self._answer_seconds = max(seconds - prompts, 0.0) if record.num_decode_tokens else 0.0
+        if record.predicted_seconds:
+            self._spread = max(record.predicted_high_seconds / record.predicted_seconds, 1.0)
+            self._bound = record.bound
         self._step_seconds = seconds
         usual = self._usual_step_seconds or seconds
         self._usual_step_seconds = usual + RECENT_WEIGHT * (seconds - usual)
@@ -215,14 +220,27 @@ class Admission:
             error.retry_after_seconds = self.retry_after_seconds
             return error
         is_idle = not self.num_waiting + self._num_running
-        if target and not is_idle and (predicted := waited + self.predicted_ttft(num_prompt_tokens)) > target:
-            return _late(predicted, target)
+        if target and not is_idle and waited + (predicted := self.predicted_ttft(num_prompt_tokens)) > target:
+            return self._late(waited, predicted, target)
         return None
 
     def check(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> None:
         """Raise what `refusal` answers."""
         if (error := self.refusal(num_prompt_tokens, waited)) is not None:
             raise error
+
+    def _late(self, waited: float, predicted: float, target: float) -> TargetMissedError:
+        seconds, interval = _whole(waited + predicted - target), ""
+        if self._spread > 1:
+            low, high = (shown_duration(waited + end) for end in (predicted / self._spread, predicted * self._spread))
+            interval = f" ({low} to {high}, bound by {self._bound})"
+        error = TargetMissedError(
+            f"The first token would come after {shown_duration(waited + predicted)}{interval}",
+            expected=f"at most {shown_duration(target)} (slo_ttft)",
+            fix=f"Retry in {seconds} s, shorten the prompt, or raise --slo-ttft",
+        )
+        error.retry_after_seconds = seconds
+        return error
 
     def _num_new(self, num_prompt_tokens: int) -> float:
         """Tokens of a prompt that must be computed, if the share of cached tokens is the recent one."""
@@ -257,17 +275,6 @@ class Admission:
         position = self.num_waiting + 1 - max(self._num_places - self._num_running, 0)
         mean = self._answer_steps / self._num_ended
         return max(position, 0) * mean * self._usual_step_seconds / max(self._num_running, 1)
-
-
-def _late(predicted: float, target: float) -> TargetMissedError:
-    seconds = _whole(predicted - target)
-    error = TargetMissedError(
-        f"The first token would come after {shown_duration(predicted)}",
-        expected=f"at most {shown_duration(target)} (slo_ttft)",
-        fix=f"Retry in {seconds} s, shorten the prompt, or raise --slo-ttft",
-    )
-    error.retry_after_seconds = seconds
-    return error
 
 
 def _whole(seconds: float) -> int:

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire import envs
+from quire import envs, extension
 from quire.formats.weight_format import GroupedFormat
 from quire.forward_batch import ForwardBatch, LayerCache
-from quire.kernels import extension
 from quire.kernels.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:

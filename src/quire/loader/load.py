@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from quire import extension
 from quire.errors import ConfigError
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat
-from quire.kernels import extension
 from quire.kernels.pages import trim
 from quire.loader.dummy import dummy_weights
 from quire.loader.extents import all_of

@@ -27,8 +27,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from quire import extension
 from quire.formats.weight_format import GroupedFormat
-from quire.kernels import cpu, extension
+from quire.kernels import cpu
 from quire.kernels.dense import PackedLinear
 from quire.kernels.expert_stack import Packed, PackedStack
 from quire.kernels.fp8 import PackedFp8

@@ -167,6 +167,12 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             _times("Predicted time of a step", "quire_step_predicted_seconds"),
             _times("Measured over predicted time of a step", "quire_prediction_ratio", "none"),
+            _share(
+                "Share of steps in the interval of their prediction",
+                _Q.rate("quire_predicted_steps", inside="true"),
+                (_Q.rate("quire_predicted_steps"),),
+                "quire_predicted_steps",
+            ),
             _gauge("State", "none", "vllm:engine_sleep_state"),
             _gauge("Arithmetic in use (MFU)", "percentunit", "quire_model_flops_utilization"),
             _gauge("Memory bandwidth in use (MBU)", "percentunit", "quire_model_bandwidth_utilization"),

@@ -175,6 +175,14 @@ METRICS: tuple[Metric, ...] = (
         buckets=_RATIO,
     ),
     Metric(
+        "quire_predicted_steps",
+        "counter",
+        "steps",
+        "Steps with a prediction, by whether they took a time in its interval. Nine of ten should.",
+        label="inside",
+        values=("true", "false"),
+    ),
+    Metric(
         "quire_engine_restarts",
         "counter",
         "restarts",

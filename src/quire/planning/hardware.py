@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire import extension
 from quire.cost.devices import GPUS, NOT_RUN_ON, Ceilings, Gpu, find_gpu, runnable_names
 from quire.errors import ConfigError
-from quire.kernels import extension
 from quire.planning import devices
 from quire.planning.devices import LEAST_CAPABILITY
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes

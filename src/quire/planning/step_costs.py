@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
+from quire import extension
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit
 from quire.cost.devices import Ceilings, cpu_ceilings, cuda_ceilings, gpu_named
@@ -14,7 +15,6 @@ from quire.cost.model import CostModel
 from quire.cost.step_time import StepTime, prior
 from quire.cost.store import CalibrationFile
 from quire.errors import ConfigError
-from quire.kernels import extension
 from quire.model_config import ModelConfig
 from quire.planning.knee import REACHED_BANDWIDTH, REACHED_FLOPS, described_constants
 from quire.private_cache import cache_folder, code_identity, digest

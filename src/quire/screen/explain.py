@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from quire import __version__
 from quire.config import EngineConfig, ServerConfig
+from quire.cost.model import CostModel
 from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.weight_format import packs_floats
@@ -31,7 +32,7 @@ from quire.planning.step_costs import known_cost, peaks
 from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
 from quire.screen.layer_kernels import LayerKernel, layer_kernels
 from quire.screen.memory_lines import MemorySummary
-from quire.settings import Planned, Resolved, Setting
+from quire.settings import Planned, Resolved, SchedulerSettings, Setting
 
 NAME_COLUMN = 35  # the longest name of a setting fits
 
@@ -229,7 +230,7 @@ def explain(
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
     pages, ranks = KvPages.of(resolved, model), rank_shares(whole, engine, resolved) if grid.size > 1 else ()
     steps = {step.setting: step for step in full_steps(resolved, known.cost)}
-    next_costs = _next_costs(resolved, model, pages, memory)
+    next_costs = _next_costs(resolved, known.cost, model, pages, memory)
     return Explanation(model_name, model, machine, settings, layers, pages, steps, next_costs, error, ranks)
 
 
@@ -254,7 +255,9 @@ def _planned(engine: EngineConfig, resolved: Resolved, part: ModelConfig, device
         return _Plan(part, memory, resolved.noting(memory_settings(part, resolved, memory)), failure)
 
 
-def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages, memory: MemoryFacts) -> dict[str, str]:
+def _next_costs(
+    resolved: Resolved, cost: CostModel, model: ModelConfig, pages: KvPages, memory: MemoryFacts
+) -> dict[str, str]:
     form, schedule = resolved.model, resolved.scheduler
 
     def shown_request(num_tokens: int) -> str:
@@ -267,13 +270,20 @@ def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages, memory: 
     def weights_in(dtype: str, quantization: str | None) -> str:
         return shown_bytes(model.weight_bytes(dtype, quantization, is_packed=packs_floats(resolved.device.isa)))
 
+    def full_step(name: str, changed: SchedulerSettings) -> str:
+        """The full step of a setting with other settings."""
+        steps = full_steps(replace(resolved, scheduler=changed), cost)
+        return next(step.text() for step in steps if step.setting == name)
+
     seqs, budget, length = schedule.max_num_seqs, schedule.max_num_batched_tokens, form.max_model_len
     block = form.block_size
     logits = shown_bytes(logits_bytes(model, seqs, resolved.device.device))
     work = shown_bytes(memory.work_bytes - memory.logits_bytes)
     costs = {
-        "max_num_seqs": f"{2 * seqs}: {logits} more work memory, and each of more running requests gets fewer tokens/s",
-        "max_num_batched_tokens": f"{2 * budget}: {work} more work memory, and steps up to twice as long",
+        "max_num_seqs": f"{2 * seqs}: {logits} more work memory, and longer steps: "
+        f"{full_step('max_num_seqs', replace(schedule, max_num_seqs=2 * seqs))}",
+        "max_num_batched_tokens": f"{2 * budget}: {work} more work memory, and longer steps: "
+        f"{full_step('max_num_batched_tokens', replace(schedule, max_num_batched_tokens=2 * budget))}",
         "block_size": f"{2 * block}: up to {2 * block - 1} tokens of cache wasted per request, now {block - 1}",
         "max_model_len": f"{2 * length}: one full request takes {shown_request(2 * length)} of KV cache, "
         f"now {shown_request(length)}"

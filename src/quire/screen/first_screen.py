@@ -10,9 +10,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from quire import __version__, envs, logs
+from quire import __version__, envs, extension, logs
 from quire.entry.listen import Address
-from quire.kernels import extension
 from quire.messages import EngineReady
 from quire.metrics.stopwatch import busy_machine
 from quire.planning.estimate import Estimate

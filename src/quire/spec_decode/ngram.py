@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quire.kernels import extension
+from quire import extension
 from quire.request import Request
 
 if TYPE_CHECKING:

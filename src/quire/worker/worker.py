@@ -13,10 +13,11 @@ from typing import Protocol
 
 import torch
 
+from quire import extension
 from quire.distributed.device_group import on_devices
 from quire.distributed.group import AgreedError, GroupError, RankLate, Ranks, StepVoid
 from quire.errors import EngineDeadError, MemoryPlanError, PeerLostError
-from quire.kernels import cpu, extension, gpu, gpu_facts
+from quire.kernels import cpu, gpu, gpu_facts
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, WorkerSettings
 from quire.loader.load import load_model
 from quire.messages import Progress
