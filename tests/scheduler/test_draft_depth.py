@@ -460,6 +460,34 @@ def test_trials_are_rare_where_their_outcome_is_known(acceptance: float) -> None
     assert 0 < num_drafts < 40
 
 
+@pytest.mark.parametrize("num_tokens", [64, 200])
+@pytest.mark.parametrize("acceptance", [0.0, 0.4, 0.6])
+def test_answers_after_others_lose_little_where_drafts_do_not_pay(acceptance: float, num_tokens: int) -> None:
+    """Eight answers at a time, of the same length: a draft that held gains nothing if another request ends later."""
+    drafter = DrafterTime(2e-3)
+    adaptive = AdaptiveDepth(INT4, drafter, reads_late=False)
+    stream = Stream(8, [acceptance] * MOST, INT4, drafter)
+    seconds, plain, requests, off = 0.0, 0.0, stream.requests, INT4([50] * 8, 0)[0]
+    for turn in range(40):
+        stream.requests = [
+            replace(request, request_id=f"{turn}-{index}", output_token_ids=[0], max_tokens=num_tokens)
+            for index, request in enumerate(requests)
+        ]
+        taken = 0.0
+        while stream.requests:
+            count = len(stream.requests)
+            stream.seconds_of, stream.found = INT4([50] * count, MOST * count), [1.0] * count
+            before = sum(len(request.output_token_ids) for request in stream.requests)
+            rate = stream.run(1, stream.adaptive(adaptive), adaptive.settle)
+            taken += (sum(len(request.output_token_ids) for request in stream.requests) - before) / rate
+            for request in [each for each in stream.requests if len(each.output_token_ids) >= num_tokens]:
+                stream.requests.remove(request)
+                adaptive.forget(request.request_id)
+        if turn >= 8:
+            seconds, plain = seconds + taken, plain + off * (num_tokens - 1)
+    assert plain > 0.99 * seconds
+
+
 def test_a_new_request_tries_later_where_others_have_tried() -> None:
     drafter, is_known = DrafterTime(1.6e-3), False
     adaptive = AdaptiveDepth(VECTORS, drafter)

@@ -4,7 +4,8 @@ Drafts are on if they probably save time (draft_depth.py), and off otherwise. Su
 become wrong when texts change. So there is a credit, in seconds. It limits the time that is lost by drafting:
 
 - A small share of the time of steps is added to the credit, and half of it while many trials in a row were in vain.
-  For each draft that held, the time of a token is added, up to a small amount.
+  For each draft that held, the time of a token is added, up to a small amount. A trial whose draft holds with a chance
+  that is known not to pay adds only the surprise: if all is as expected, trials cost no more than the share.
 - The cost of drafts, and of waiting for them, is subtracted from it. This holds for drafts that are on and for trials.
 - While there is credit, drafts may stay on even if they pay only with slightly higher chances than the measured ones.
 - While drafts are off, some requests try one draft together as soon as the credit covers all these trials.
@@ -63,6 +64,7 @@ SEARCH_STEPS = 16  # steps between two searches for a request that may try, if n
 MOST_WAITED = 64  # steps of a request between two trials that say nothing new
 FIRST_WAIT = 16  # steps of a new request to its first trial, if others have tried some
 LIKELY, FEW_TRIED = 0.5, 32  # after this number of trials, one that holds with this chance or more says nothing new
+NEARLY = 0.15  # so much below the chance that pays, a trial earns only what it held beyond its chance
 NEWS_SHARE = 1 / 4  # share of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
 FIRST_COST_STEPS, COST_STEPS = 4, 64
@@ -219,6 +221,7 @@ class AdaptiveDepth:
         self._is_idle = False  # whether nothing happens until the next look or search, or until requests come or end
         self._credit = 0.0  # see the module
         self._reading_share = 0.0  # the share of the time of steps that reading missing tokens needs; 0: too much
+        self._needed = 0.0  # the chance with which one draft for each request pays
         self._num_vain = 0  # trials since the last one of which a draft held
         self._earned = 0.0  # the worth of the drafts that held since the last step began
         self._saved_for = 0.0  # seconds of a trial that somebody lacks
@@ -328,7 +331,9 @@ class AdaptiveDepth:
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
         self._num_news += 1
-        self._earned += num_held * self._seconds[0] / self._num_running
+        is_known = drafting.is_trial and chance < self._needed - NEARLY
+        worth = num_held - chance if is_known else num_held
+        self._earned += worth * self._seconds[0] / self._num_running
         self._is_idle = False
         if num_held:
             self._next_search = 0
@@ -549,6 +554,7 @@ class AdaptiveDepth:
         all_hold = [[1.0] * most_each] * num_requests
         gain = self._hidden_share + MIN_GAIN
         self._may_pay = any(self._best_depths(all_hold, gain))
+        self._needed = (1 + gain) * (1 + self._more_seconds([1] * num_requests) / self._seconds[0]) - 1
 
     def _best(
         self, requests: Sequence[Request], known: Sequence[_Drafting], prior: Sequence[float], doubt: float
