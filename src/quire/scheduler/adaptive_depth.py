@@ -4,8 +4,8 @@ Drafts are on if they probably save time (draft_depth.py), and off otherwise. Su
 become wrong when texts change. So there is a credit, in seconds. It limits the time that is lost by drafting:
 
 - A small share of the time of steps is added to the credit, and half of it while many trials in a row were in vain.
-  For each draft that held, the time of a token is added, up to a small amount. A trial whose draft holds with a chance
-  that is known not to pay adds only the surprise: if all is as expected, trials cost no more than the share.
+  For each draft that held, the time of a token is added, up to a small amount. If too few drafts hold to
+  pay, and that is sure, a trial adds only what it held beyond its chance: so trials cost no more than the share.
 - The cost of drafts, and of waiting for them, is subtracted from it. This holds for drafts that are on and for trials.
 - While there is credit, drafts may stay on even if they pay only with slightly higher chances than the measured ones.
 - While drafts are off, some requests try one draft together as soon as the credit covers all these trials.
@@ -63,8 +63,8 @@ DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by 
 SEARCH_STEPS = 16  # steps between two searches for a request that may try, if none may
 MOST_WAITED = 64  # steps of a request between two trials that say nothing new
 FIRST_WAIT = 16  # steps of a new request to its first trial, if others have tried some
-LIKELY, FEW_TRIED = 0.5, 32  # after this number of trials, one that holds with this chance or more says nothing new
-NEARLY = 0.15  # so much below the chance that pays, a trial earns only what it held beyond its chance
+LIKELY, FEW_TRIED = 0.5, 24  # after this number of trials, one that holds with this chance or more says nothing new
+SURE = 1.5  # standard deviations by which the rate of all requests must be below the chance that pays, to be known
 NEWS_SHARE = 1 / 4  # share of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
 FIRST_COST_STEPS, COST_STEPS = 4, 64
@@ -327,12 +327,13 @@ class AdaptiveDepth:
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
         """Note that this number of a request's drafts was verified, and that the first `num_held` of them held."""
         drafting = self._requests[request.request_id]
-        (chance,) = drafting.acceptance.rates(self._of_all.rates_of_all(1, PRIOR_WEIGHT_OF_ALL), self._prior_weight)
+        prior = self._of_all.rates_of_all(1, PRIOR_WEIGHT_OF_ALL)
+        (chance,) = drafting.acceptance.rates(prior, self._prior_weight)
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
         self._num_news += 1
-        is_known = drafting.is_trial and chance < self._needed - NEARLY
-        worth = num_held - chance if is_known else num_held
+        (highest,) = self._of_all.rates(prior, PRIOR_WEIGHT_OF_ALL, SURE)
+        worth = num_held - chance if drafting.is_trial and highest < self._needed else num_held
         self._earned += worth * self._seconds[0] / self._num_running
         self._is_idle = False
         if num_held:
