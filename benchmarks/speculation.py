@@ -8,7 +8,7 @@ must give the same tokens.
     python benchmarks/speculation.py FOLDER [--workloads chat copy-edit] [--formats none int4] [--requests 1 8]
                                      [--methods ngram suffix draft_model eagle3] [--drafts 7] [--fixed 2 4] [--switched]
                                      [--rates 0] [--prompt-tokens 1900] [--tokens 96] [--temperature 0] [--rounds 5]
-                                     [--draft-steps 600]
+                                     [--draft-steps 600] [--again]
                                      [--peer NAME OFF ON] [--save HARDWARE [--name NAME]]
     python benchmarks/speculation.py FOLDER --shape MODEL [--methods draft_model mtp] [--rates 0.2 0.5 0.8]
                                      [--prompt-tokens 32] ...
@@ -24,8 +24,9 @@ steps the acceptance is 0.3; nearly all drafts of the bundled draft model (2,000
 
 --fixed adds an engine whose number of drafts does not adapt, with each of these numbers in turn. --switched compares an
 engine that adapts also with itself, without drafts (SetLimits): two engines differ by where their memory lies, which is
-several percent of a long prompt. --peer adds another engine by two commands, without and with speculation. The commands
-speak the protocol of benchmarks/peers/speculating.py and may contain {folder}, {workload} and {format}. --save writes
+several percent of a long prompt. --again shows by how much: it adds a second engine without speculation. --peer adds
+another engine by two commands, without and with speculation. The commands speak the protocol of
+benchmarks/peers/speculating.py and may contain {folder}, {workload} and {format}. --save writes
 benchmarks/results/HARDWARE/NAME_DATE.md and .json.
 
 The possible gain is E / (c (k + 1) + k d), with E = (1 - a^(k + 1)) / (1 - a). k is the number of drafts of each
@@ -85,7 +86,7 @@ VERIFY_STEPS = 3  # in a round, of each number of tokens, one way and back
 # Before each measured answer, the engine answers another prompt, because the weights of another engine were read last.
 WARM_TOKENS, WARM_ROUND = 3, 10**6
 LOGIT_ROWS = 64  # the rows of logits of a step; drafts use the rows that no request needs
-OFF, ALWAYS, SWITCHED = "off", ", always ", ", switched off"
+OFF, AGAIN, ALWAYS, SWITCHED = "off", "off, again", ", always ", ", switched off"
 Prompts = list[list[int]]
 Steps = list[list[tuple[int, int]]]  # for each row of each step: the number of its drafts, and how many were accepted
 
@@ -345,6 +346,8 @@ class Case:
             if arguments.switched and not name.endswith(ALWAYS):
                 self.engines[name + SWITCHED] = engine
                 self._depths |= {name: arguments.drafts, name + SWITCHED: 0}
+        if arguments.again:
+            self.engines[AGAIN] = Engine(target, quantization, most, context, None)
         has_draft = any(speculation.method == "draft_model" for speculation in found.values())
         self._draft = Engine(draft, quantization, most, context, None) if has_draft else None
         for name, *commands in arguments.peer:
@@ -613,6 +616,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=7, help="most drafts of a request in a step")
     parser.add_argument("--fixed", type=int, nargs="*", default=[])
     parser.add_argument("--switched", action="store_true", help="also compare an engine with itself without drafts")
+    parser.add_argument("--again", action="store_true", help="also compare a second engine without speculation")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, help="of each prompt of --shape, and at least of chat")
     parser.add_argument("--temperature", type=float, default=0.0)

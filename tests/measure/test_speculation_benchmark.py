@@ -52,7 +52,7 @@ for line in sys.stdin:
 def test_a_run(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--small --methods eagle3 --rounds 1 --tokens 8 --draft-steps 0 --formats none --requests 1 2"
+    words = "--small --methods eagle3 --rounds 1 --tokens 8 --draft-steps 0 --formats none --requests 1 2 --again"
     peer = tmp_path / "peer.py"
     peer.write_text(PEER)
     command = f"{sys.executable} {peer}"
@@ -64,6 +64,7 @@ def test_a_run(
     for row in (
         "chat | none | 1 | off | 1.000 | 1.000",
         "chat | none | 2 | eagle3 | ",
+        "chat | none | 2 | off, again | ",
         "copy-edit | none | 2 | off | 1.000 | 1.000",
         "chat | none | 2 | it | 16.0 | 16.0",
     ):
