@@ -127,8 +127,8 @@ class SelfAttention:
         self._clip = spec.clip
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
-        qkv = self.reader(x_TD, adapter_slots_T=batch.adapter_slots_T)
-        out_THE = self._attention(*self._parts_of(qkv), batch)
+        # No variable holds q, k and v, so they are freed before the output is projected.
+        out_THE = self._attention(*self._parts_of(self.reader(x_TD, adapter_slots_T=batch.adapter_slots_T)), batch)
         out_TW = out_THE.view(out_THE.shape[0], self._q_width)
         return self._output(out_TW, adapter_slots_T=batch.adapter_slots_T)
 
