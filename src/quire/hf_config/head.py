@@ -56,7 +56,7 @@ EAGLE3 = Family(
 )
 
 
-def _read_alone(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+def _with_queries_apart(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     """The layers, with the queries of the last one stored apart: what a head only reads needs none of them."""
     last = layers[-1]
     if not isinstance(last.attention, Full) or len(last.attention.qkv.shards) != 3:
@@ -114,7 +114,7 @@ def eagle3(raw: Mapping[str, Any], path: str, target: Target, names: Collection[
             owns_embeddings=owns_embeddings,
             owns_output=owns_output,
         ),
-        "layers": _read_alone(facts["layers"]),
+        "layers": _with_queries_apart(facts["layers"]),
         "tie_word_embeddings": False,
         "logits_scaling": 1.0 / fields.number("logit_scale", 1.0, minimum=1e-6),
     }
@@ -172,7 +172,7 @@ def mtp(
             ),
             num_tokens=target.vocab_size,
         ),
-        "layers": _read_alone(facts["layers"]),
+        "layers": _with_queries_apart(facts["layers"]),
         "tie_word_embeddings": False,
         "renamed_prefixes": ((f"{first}final_layernorm.", "model.norm."), (first, _LAYER)),
         "ignored_prefixes": (

@@ -4,8 +4,8 @@ Drafts are on if they probably save time (draft_depth.py), and off otherwise. Su
 become wrong when texts change. So there is a credit, in seconds. It limits the time that is lost by drafting:
 
 - A small share of the time of steps is added to the credit, and half of it while many trials in a row were in vain.
-  For each draft that held, the time of a token is added, up to a small amount. If too few drafts hold to
-  pay, and that is sure, a trial adds only what it held beyond its chance: so trials cost no more than the share.
+  For each draft that held, the time of a token is added, up to a small amount. If too few drafts hold to pay, and that
+  is sure, a trial adds only what it held beyond its chance: so trials cost no more than the share.
 - The cost of drafts, and of waiting for them, is subtracted from it. This holds for drafts that are on and for trials.
 - While there is credit, drafts may stay on even if they pay only with slightly higher chances than the measured ones.
 - While drafts are off, some requests try one draft together as soon as the credit covers all these trials.
