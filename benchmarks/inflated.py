@@ -1,8 +1,9 @@
 """Checkpoints of the size of real models that give the tokens of small ones: for times that depend on the text.
 
 `inflate` writes the demo model, or its draft, with zeros and added weights that change nothing, and `inflate_head` does
-the same with its EAGLE-3 head. `copy_edit` writes a model that follows one fixed order of its tokens, whatever stands
-before: a text in this order with some tokens replaced is a text that the model copies with edits.
+the same with its EAGLE-3 head. `with_mtp` gives any model a layer for multi-token prediction. `copy_edit` writes a
+model that follows one fixed order of its tokens, whatever stands before: a text in this order with some tokens replaced
+is a text that the model copies with edits.
 """
 
 from __future__ import annotations
@@ -184,6 +185,36 @@ def first_layers(source: Path, folder: Path, num_layers: int) -> None:
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:num_layers]
     save_checkpoint(folder, kept, config, source)
+
+
+def with_mtp(source: Path, folder: Path) -> None:
+    """Write a MiMo with the layers of `source`, and with a layer for multi-token prediction that drafts anything.
+
+    It has the size of the first layer. Norms of single heads are left out, because a MiMo has none.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    tensors = {
+        name: weight
+        for path in sorted(source.glob("*.safetensors"))
+        for name, weight in load_file(path).items()
+        if not name.endswith(("q_norm.weight", "k_norm.weight"))
+    }
+    first, layer = "model.layers.0.", "model.mtp_layers.0."
+    tensors |= {
+        layer + name.removeprefix(first): weight.clone() for name, weight in tensors.items() if name.startswith(first)
+    }
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        tensors[name.replace(".weight", ".bias")] = torch.zeros(len(tensors[name]), dtype=torch.bfloat16)
+    hidden = config["hidden_size"]
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        tensors[f"{layer}{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    tensors[f"{layer}input_proj.weight"] = (
+        torch.randn((hidden, 2 * hidden), generator=torch.Generator().manual_seed(0))
+        .mul_(WEIGHT_SCALE)
+        .to(torch.bfloat16)
+    )
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    save_checkpoint(folder, tensors, config, source)
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: Path) -> None:

@@ -7,21 +7,26 @@ must give the same tokens.
 
     python benchmarks/speculation.py FOLDER [--workloads chat copy-edit] [--formats none int4] [--requests 1 8]
                                      [--methods ngram suffix draft_model eagle3] [--drafts 7] [--fixed 2 4] [--switched]
-                                     [--tokens 96] [--temperature 0] [--rounds 5] [--draft-steps 600]
+                                     [--rates 0] [--prompt-tokens 1900] [--tokens 96] [--temperature 0] [--rounds 5]
+                                     [--draft-steps 600] [--again]
                                      [--peer NAME OFF ON] [--save HARDWARE [--name NAME]]
-    python benchmarks/speculation.py FOLDER --shape MODEL [--rates 0.2 0.5 0.8] [--prompt-tokens 32] ...
+    python benchmarks/speculation.py FOLDER --shape MODEL [--methods draft_model mtp] [--rates 0.2 0.5 0.8]
+                                     [--prompt-tokens 32] ...
 
 --shape measures a checkpoint with any weights instead of these two models, with random prompts. The checkpoint's first
-layers are its draft model. Drafts are accepted at random, with the shares --rates: the tokens are wrong, but the times
-are right. With --rates 0 no draft is accepted: then the gain shows the cost of useless drafts.
+layers are its draft model. For mtp, it becomes a MiMo with a layer for multi-token prediction. With --rates, drafts are
+accepted at random, with these shares: the tokens are wrong, but the times are right. With --rates 0 no draft is
+accepted, and no token is wrong: then the gain shows the cost of useless drafts. --prompt-tokens puts earlier turns
+before the question of `chat`.
 
 A draft model that is trained for 600 steps (2.5 minutes on two cores of a Zen 4) has an acceptance of 0.7. With 200
 steps the acceptance is 0.3; nearly all drafts of the bundled draft model (2,000 steps) are accepted.
 
 --fixed adds an engine whose number of drafts does not adapt, with each of these numbers in turn. --switched compares an
 engine that adapts also with itself, without drafts (SetLimits): two engines differ by where their memory lies, which is
-several percent of a long prompt. --peer adds another engine by two commands, without and with speculation. The commands
-speak the protocol of benchmarks/peers/speculating.py and may contain {folder}, {workload} and {format}. --save writes
+several percent of a long prompt. --again shows by how much: it adds a second engine without speculation. --peer adds
+another engine by two commands, without and with speculation. The commands speak the protocol of
+benchmarks/peers/speculating.py and may contain {folder}, {workload} and {format}. --save writes
 benchmarks/results/HARDWARE/NAME_DATE.md and .json.
 
 The possible gain is E / (c (k + 1) + k d), with E = (1 - a^(k + 1)) / (1 - a). k is the number of drafts of each
@@ -50,7 +55,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from inflated import DRAFT, HEAD, TARGET, Shape, copy_edit, edited_text, first_layers, inflate, inflate_head
+from inflated import DRAFT, HEAD, TARGET, Shape, copy_edit, edited_text, first_layers, inflate, inflate_head, with_mtp
 from peers.process import Peer
 from tokenizers import Tokenizer
 from verify_rows import median_step, verify_step
@@ -72,6 +77,8 @@ SMALL = (Shape(1024, 7, 1024, 3), Shape(512, 3, 512, 2), Shape(1024, 1, 1024, 3)
 NEED_CHAT = ("draft_model", "eagle3")  # methods whose drafters know the texts of `chat`
 TEXT_TOKENS, EDITS = 160, 1 / 32  # the length of a prompt of copy-edit, and the share of its tokens that are edited
 SHAPE_LAYERS = 2  # layers of the draft model of --shape
+SHAPE_RATES, SHAPE_PROMPT = (0.2, 0.5, 0.8), 32  # the defaults of --shape
+HEADS = ("eagle3", "mtp")
 CONTEXT = 1024  # tokens of a request, at least
 WANTED_GAIN = {"none": 3.0, "int4": 2.5}  # for copy-edit with one request
 WANTED_SHARE = 0.9
@@ -79,7 +86,7 @@ VERIFY_STEPS = 3  # in a round, of each number of tokens, one way and back
 # Before each measured answer, the engine answers another prompt, because the weights of another engine were read last.
 WARM_TOKENS, WARM_ROUND = 3, 10**6
 LOGIT_ROWS = 64  # the rows of logits of a step; drafts use the rows that no request needs
-OFF, ALWAYS, SWITCHED = "off", ", always ", ", switched off"
+OFF, AGAIN, ALWAYS, SWITCHED = "off", "off, again", ", always ", ", switched off"
 Prompts = list[list[int]]
 Steps = list[list[tuple[int, int]]]  # for each row of each step: the number of its drafts, and how many were accepted
 
@@ -216,7 +223,7 @@ def prompts_of(workload: str, vocab_size: int, num_tokens: int) -> Callable[[int
     """The prompts of a round, by its number and how many are wanted.
 
     Args:
-        num_tokens: of a random prompt.
+        num_tokens: of a random prompt, and at least of a chat.
     """
     if workload == "shape":
 
@@ -233,11 +240,20 @@ def prompts_of(workload: str, vocab_size: int, num_tokens: int) -> Callable[[int
 
         return texts
     tokenizer = Tokenizer.from_file(str(quire.demo.path("target") / "tokenizer.json"))
-    asked = [question for question, _ in questions(clean_entries(), 500)]
+    asked = questions(clean_entries(), 500)
+
+    def chat(question: str, draw: random.Random) -> list[int]:
+        token_ids = tokenizer.encode(render([("user", question)]) + "<|im_start|>assistant\n").ids
+        length = max(num_tokens, len(token_ids))
+        while len(token_ids) < length:
+            before, entry = draw.choice(asked)
+            earlier = render([("user", before), ("assistant", entry.answer)])
+            token_ids = [*tokenizer.encode(earlier).ids, *token_ids]
+        return token_ids[-length:]
 
     def chats(number: int, count: int) -> Prompts:
-        some = random.Random(1000 * number + count).sample(asked, count)
-        return [tokenizer.encode(render([("user", each)]) + "<|im_start|>assistant\n").ids for each in some]
+        draw = random.Random(1000 * number + count)
+        return [chat(question, draw) for question, _ in draw.sample(asked, count)]
 
     return chats
 
@@ -270,45 +286,56 @@ def possible_gain(
     return tokens / cost if cost else float("nan")
 
 
-def speculations(arguments: argparse.Namespace, workload: str, draft: Path) -> dict[str, SpeculativeConfig]:
-    """The kinds of speculation that are compared with no speculation, by the names that are shown."""
-    methods = [method for method in arguments.methods if workload == "chat" or method not in NEED_CHAT]
-    models = {"draft_model": str(draft), "eagle3": str(arguments.folder / "head")}
-    found: dict[str, SpeculativeConfig] = {}
-    if workload == "shape" and "draft_model" in arguments.methods:
-        found = {
-            f"draft_model, {rate:g} hold": SpeculativeConfig(
-                method="draft_model",
-                num_speculative_tokens=arguments.drafts,
-                model=str(draft),
-                rejection_sample_method="synthetic",
-                synthetic_acceptance_rates=tuple(rate**count for count in range(1, arguments.drafts + 1)),
-            )
-            for rate in arguments.rates
-        }
-    return found | {
-        method if adaptive else f"{method}{ALWAYS}": SpeculativeConfig(
-            method=method,
-            num_speculative_tokens=arguments.drafts,
-            model=models.get(method),
-            adaptive=adaptive,
-        )
-        for method in methods
-        for adaptive in ((True, False) if arguments.fixed else (True,))
-    }
+def speculations(arguments: argparse.Namespace, workload: str, models: dict[str, str]) -> dict[str, SpeculativeConfig]:
+    """The kinds of speculation that are compared with no speculation, by the names that are shown.
+
+    Args:
+        models: the drafters of methods that need one.
+    """
+    most, found = arguments.drafts, dict[str, SpeculativeConfig]()
+    for method in arguments.methods:
+        if workload == "copy-edit" and method in NEED_CHAT:
+            continue
+        for rate in arguments.rates or [None]:
+            synthetic: dict[str, Any] = {}
+            if rate is not None:
+                rates = tuple(rate**count for count in range(1, most + 1))
+                synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+            for adaptive in (True, False) if arguments.fixed else (True,):
+                name = method if rate is None else f"{method}, {rate:g} hold"
+                found[name if adaptive else f"{name}{ALWAYS}"] = SpeculativeConfig(
+                    method=method,
+                    num_speculative_tokens=most,
+                    model=models.get(method),
+                    adaptive=adaptive,
+                    **synthetic,
+                )
+    return found
+
+
+def shape_target(arguments: argparse.Namespace) -> Path:
+    """The folder of the model of --shape that is measured."""
+    is_mimo = "mtp" in arguments.methods
+    return Path(arguments.folder / f"{arguments.shape.name} as a MiMo" if is_mimo else arguments.shape)
+
+
+def is_exact(arguments: argparse.Namespace) -> bool:
+    """Whether the tokens are those that the model gives without drafts."""
+    return not any(arguments.rates)
 
 
 class Case:
     """One workload in one format: its engines and their results."""
 
     def __init__(self, arguments: argparse.Namespace, workload: str, form: str) -> None:
-        self._arguments, self._is_exact = arguments, workload != "shape"
+        self._arguments, self._is_exact = arguments, is_exact(arguments)
         folder, most = arguments.folder, max(arguments.requests)
         quantization = None if form == "none" else form
-        target = arguments.shape or folder / workload
+        target = shape_target(arguments) if arguments.shape else folder / workload
         draft = folder / "first layers" if arguments.shape else draft_folder(folder, arguments.draft_steps)
+        models = {"draft_model": str(draft), "eagle3": str(folder / "head"), "mtp": str(target)}
         context = max(CONTEXT, arguments.prompt_tokens + 2 * arguments.tokens)
-        found = speculations(arguments, workload, draft)
+        found = speculations(arguments, workload, models)
         self.engines: dict[str, Engine | Peer] = {OFF: Engine(target, quantization, most, context, None)}
         self._depths: dict[str, int] = {}  # for engines that do not adapt: one engine is measured with all depths
         for name, speculation in found.items():
@@ -319,6 +346,8 @@ class Case:
             if arguments.switched and not name.endswith(ALWAYS):
                 self.engines[name + SWITCHED] = engine
                 self._depths |= {name: arguments.drafts, name + SWITCHED: 0}
+        if arguments.again:
+            self.engines[AGAIN] = Engine(target, quantization, most, context, None)
         has_draft = any(speculation.method == "draft_model" for speculation in found.values())
         self._draft = Engine(draft, quantization, most, context, None) if has_draft else None
         for name, *commands in arguments.peer:
@@ -358,7 +387,7 @@ class Case:
                     "acceptance": acceptance(answer.steps),
                     "drafts": statistics.mean(drafts for step in answer.steps for drafts, _ in step),
                 }
-                if name.startswith("eagle3"):
+                if name.startswith(HEADS):
                     num_drafts = sum(statistics.mean(drafts for drafts, _ in step) for step in answer.steps)
                     one["draft_ms"] = 1e3 * answer.drafter_seconds / num_drafts if num_drafts else float("nan")
                 self._full_steps[number, requests, name] = answer.steps[: answer.num_full]
@@ -420,7 +449,7 @@ def draft_cost_of(rounds: list[dict[str, Any]], name: str) -> float:
     """The cost of a draft for each request, divided by that of a step of one token."""
     if name.startswith("draft_model"):
         return float(rounds[0]["draft_cost"])
-    if not name.startswith("eagle3"):
+    if not name.startswith(HEADS):
         return 0.0
     cost = middle(rounds, name, "draft_ms") / statistics.median(ms for one in rounds for ms in one["steps_ms"][0])
     return cost if cost == cost else 0.0
@@ -447,7 +476,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"- Before the first round, every engine computes a step of each number of tokens whose steps are recorded. "
         f"{result['tokens']} tokens of each request, temperature {result['temperature']:g}; "
         f"{result['rounds']} rounds in turns, all engines on the same prompts of a round. "
-        + ("Drafts are accepted at random." if result["shape"] else "All engines of Quire gave the same tokens."),
+        + ("All engines of Quire gave the same tokens." if result["is_exact"] else "Drafts are accepted at random."),
         "- gain: decoded tokens per second divided by those without speculation, median of the rounds (95% interval of "
         "the mean). first: the time until every request has its first token, divided likewise. k: the drafts of a "
         "request in a step. a: the share of accepted drafts among those whose predecessors were accepted. c: a step "
@@ -560,7 +589,9 @@ def peers(result: dict[str, Any]) -> list[str]:
 
 
 def wanted(result: dict[str, Any]) -> list[str]:
-    """Whether copy-edit reached the gains that are wanted."""
+    """Whether copy-edit reached the gains that are wanted. Drafts that hold at random reach none."""
+    if result["rates"]:
+        return []
     lines = []
     for case in result["cases"]:
         if (case["workload"], case["requests"]) != ("copy-edit", 1) or case["format"] not in WANTED_GAIN:
@@ -580,17 +611,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the models are, or are written")
     parser.add_argument("--workloads", nargs="+", default=["chat", "copy-edit"], choices=["chat", "copy-edit"])
     parser.add_argument("--shape", type=Path, metavar="MODEL", help="a folder with weights, in place of the workloads")
-    parser.add_argument(
-        "--rates", type=float, nargs="+", default=[0.2, 0.5, 0.8], help="shares of accepted drafts of --shape"
-    )
+    parser.add_argument("--rates", type=float, nargs="+", help="shares of drafts that are accepted, at random")
     parser.add_argument("--formats", nargs="+", default=["none", "int4"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--methods", nargs="*", default=["ngram", "suffix", "draft_model"])
     parser.add_argument("--drafts", type=int, default=7, help="most drafts of a request in a step")
     parser.add_argument("--fixed", type=int, nargs="*", default=[])
     parser.add_argument("--switched", action="store_true", help="also compare an engine with itself without drafts")
+    parser.add_argument("--again", action="store_true", help="also compare a second engine without speculation")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--prompt-tokens", type=int, default=32, help="of each prompt of --shape")
+    parser.add_argument("--prompt-tokens", type=int, help="of each prompt of --shape, and at least of chat")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -605,10 +635,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tokens > TEXT_TOKENS:
         parser.error(f"--tokens is at most {TEXT_TOKENS}, the length of the texts that are copied")
+    if ("mtp" in arguments.methods) > bool(arguments.shape) or ("eagle3" in arguments.methods and arguments.shape):
+        parser.error("mtp needs --shape, and eagle3 has a head for chat only")
+    if arguments.rates is None:
+        arguments.rates = SHAPE_RATES if arguments.shape else ()
+    if arguments.prompt_tokens is None:
+        arguments.prompt_tokens = SHAPE_PROMPT if arguments.shape else 0
     environment = report.environment("python", "benchmarks/speculation.py")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.shape:
         first_layers(arguments.shape, arguments.folder / "first layers", SHAPE_LAYERS)
+        if (target := shape_target(arguments)) != arguments.shape:
+            with_mtp(arguments.shape, target)
     else:
         write_models(arguments.folder, arguments.draft_steps, arguments.small)
     cases = []
@@ -635,6 +673,8 @@ def main() -> None:
         "temperature": arguments.temperature,
         "rounds": arguments.rounds,
         "drafts": arguments.drafts,
+        "rates": list(arguments.rates),
+        "is_exact": is_exact(arguments),
         "peers": [name for name, *_ in arguments.peer],
         "cases": cases,
     }

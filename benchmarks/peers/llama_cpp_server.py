@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +14,20 @@ import urllib.request
 from typing import Any
 
 START_SECONDS = 300
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until GET /health of a server answers. Ends this script if its process ends, or after START_SECONDS."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            return
+        except (urllib.error.URLError, ConnectionError):
+            if process.poll() is not None or time.monotonic() > deadline:
+                command = shlex.join(map(str, process.args))  # type: ignore[arg-type]
+                sys.exit(f"{command}: not ready, exit code {process.poll()}")
+            time.sleep(0.5)
 
 
 class LlamaCppServer:
@@ -35,15 +50,7 @@ class LlamaCppServer:
         self._url = f"http://127.0.0.1:{port}"
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         atexit.register(process.terminate)
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                urllib.request.urlopen(f"{self._url}/health", timeout=5)
-                return
-            except (urllib.error.URLError, ConnectionError):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    sys.exit(f"{' '.join(command)}: not ready, exit code {process.poll()}")
-                time.sleep(0.5)
+        wait_until_ready(self._url, process)
 
     def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The answer to a body of POST /completion, without its prefix cache.

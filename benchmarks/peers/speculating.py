@@ -5,11 +5,13 @@
     python speculating.py llama-cpp-python MODEL.gguf [--requests 8] [--kv Q8_0]
     python speculating.py vllm MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8] [--ranks 2]
     python speculating.py quire MODEL [--quantization int8] [--requests 8]
+    python speculating.py serve "COMMAND --port {port}" [--requests 8]
 
 The script first writes {"ready": true}. Then it answers each line of the standard input with a line: the question is
 {"prompts": [[token ids]], "num_tokens": length of each answer}, the answer is {"seconds": the time for all prompts at
 once}. Decoding is greedy. The script needs neither Quire nor its environment. With `quire`, it runs another build of
-Quire, for example an earlier commit with PYTHONPATH=THAT_COMMIT/src.
+Quire, for example an earlier commit with PYTHONPATH=THAT_COMMIT/src. With `serve`, it starts any server of the OpenAI
+API, and asks it over HTTP for all prompts at once.
 
 The models are those that benchmarks/speculation.py writes, converted to the engine's own format. For OpenVINO GenAI,
 `optimum-cli export openvino --model FOLDER/chat --task text-generation-with-past --weight-format fp16 OUT` (or int4)
@@ -20,14 +22,19 @@ them, and `llama-quantize` quantizes them to Q4_0.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import shlex
+import socket
+import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from llama_cpp_server import LlamaCppServer
+from llama_cpp_server import LlamaCppServer, wait_until_ready
 
 LOOKUP_TOKENS = 3  # tokens of the pattern that is searched, as in Quire
 Generate = Callable[[list[list[int]], int], Any]
@@ -189,23 +196,50 @@ def another_quire(arguments: argparse.Namespace) -> Generate:
     return generate
 
 
+def server(arguments: argparse.Namespace) -> Generate:
+    """A server of the OpenAI API, which streams its answers."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(shlex.split(arguments.model.format(port=port)), stdout=sys.stderr)
+    atexit.register(process.terminate)
+    url = f"http://127.0.0.1:{port}"
+    wait_until_ready(url, process)
+    threads = ThreadPoolExecutor(arguments.requests)
+
+    def complete(prompt: list[int], num_tokens: int) -> None:
+        asked = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        asked |= {"stream_options": {"include_usage": True}}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as response:
+            events = [line for line in response if line.startswith(b"data: {")]
+        found = json.loads(events[-1].removeprefix(b"data: "))["usage"]["completion_tokens"]
+        assert found == num_tokens, f"{found} tokens, {num_tokens} asked for"
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> Any:
+        return list(threads.map(complete, prompts, [num_tokens] * len(prompts)))
+
+    return generate
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines = parser.add_subparsers(required=True)
     starts = {"openvino": openvino, "llama-server": llama_server, "llama-cpp-python": llama_library, "vllm": vllm}
-    starts |= {"quire": another_quire}
+    starts |= {"quire": another_quire, "serve": server}
     for name, start in starts.items():
         engine = engines.add_parser(name)
         if start is llama_server:
             engine.add_argument("binary")
         if start in (llama_server, llama_library):
             engine.add_argument("--threads", type=int, default=2)
-        engine.add_argument("model")
+        engine.add_argument("model", metavar="COMMAND" if start is server else "MODEL")
         if start is another_quire:
             engine.add_argument("--quantization")
         elif start is llama_library:
             engine.add_argument("--kv", metavar="TYPE", help="ggml's type of keys and values, such as Q8_0")
-        else:
+        elif start is not server:
             drafter = engine.add_mutually_exclusive_group()
             drafter.add_argument("--draft", metavar="MODEL", help="a model that drafts")
             drafter.add_argument("--lookup", action="store_true", help="take drafts from the text")
@@ -213,7 +247,7 @@ def main() -> None:
         engine.add_argument("--requests", type=int, default=8, help="the most requests at once")
         if start is openvino:
             engine.add_argument("--precision", help="of the arithmetic, such as f32; default: what OpenVINO chooses")
-        else:
+        elif start is not server:
             engine.add_argument("--context", type=int, default=1024, help="the most tokens of a request")
         if start is vllm:
             engine.add_argument("--ranks", type=int, default=1, help="processes that share the model")

@@ -255,6 +255,9 @@ class ModelConfig:
 
         `quantization`, a key of ON_LOAD, quantizes a floating-point checkpoint. A quantized one has its own format.
         """
+        if linear.is_first_apart:
+            parts = linear.only([0]), linear.only(range(1, len(linear.shards)))
+            return tuple(each for part in parts for each in self.stored(part, quantization))
         if isinstance(self.quantized, GgufWeights):
             return stored_from(linear, self.quantized)
         if linear.is_gate:

@@ -258,7 +258,8 @@ def _drafter(
         graphs.capture()
     given = (cache, inputs, DraftDraws(inputs, device, is_greedy=schedule.drafts_greedily), captured)
     if isinstance(model, Head) and streams is not None:
-        return HeadDrafter(model, streams, *given, max_tokens=schedule.chunk, num_kept=MOST_DRAFTS + 2)
+        sizes = {"max_tokens": schedule.chunk, "num_kept": MOST_DRAFTS + 2}
+        return HeadDrafter(model, streams, *given, **sizes, runs_ahead=device.runs_ahead)
     return DraftModel(model, *given, max_tokens=schedule.chunk, max_drafts=MOST_DRAFTS)
 
 

@@ -18,6 +18,7 @@ from quire import demo
 from quire.demo.data import render
 from quire.demo.train_head import HEAD_DIM, STREAMS
 from quire.engine.core import EngineCore
+from quire.models.head import Head
 from quire.sampling_params import SamplingParams
 from quire.scheduler.speculation import MOST_ERRORS
 from quire.worker.drafter import Drafted
@@ -164,6 +165,31 @@ def test_drafts_are_those_of_the_twin(kind: str, schedule: str) -> None:
     for number, proposal in enumerate(notes.proposals):
         count = len(proposal.drafts) if number % 8 == 0 else 1
         assert proposal.drafts[:count] == twin_of(kind).drafts(proposal.token_ids, count)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_what_is_only_read_needs_no_queries(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody drafts."""
+    pair = pair_of(kind)
+    head = pair.draft[1]
+    assert isinstance(head, Head)
+    queries, others = head._layers[-1][0]._mixer.reader.parts  # type: ignore[attr-defined]
+    multiply, read = others._apply, list[int]()
+
+    def count(layer: Any, x_TK: Any, *more: Any) -> Any:
+        read.append(len(x_TK))
+        return multiply(layer, x_TK, *more)
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("queries that nobody asks for")
+
+    monkeypatch.setattr(queries, "_apply", refuse)
+    monkeypatch.setattr(others, "_apply", count)
+    core = core_with(pair, Schedule(proposer=ByWorker(most=0), draft=pair.draft))
+    notes = Notes(core)
+    assert run(core, asked(), before_step=notes.count) == plain(kind)
+    assert not notes.num_drafts
+    assert sum(read) > 100
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -161,7 +161,7 @@ def test_a_step_that_drafts_waits_once(runner: ModelRunner, kind: str, tmp_path:
         assert isinstance(head, Head)
         assert isinstance(runner.model, Decoder)
         streams = TargetStreams(runner.model, head.head.streams, 256)
-        drafter = HeadDrafter(head, streams, caches, inputs, draws, max_tokens=256, num_kept=8)
+        drafter = HeadDrafter(head, streams, caches, inputs, draws, max_tokens=256, num_kept=8, runs_ahead=True)
     graphs = runner.forward_pass.captured
     runner = ModelRunner(runner.model, runner.cache, inputs, "raw_logprobs", device, graphs, drafter)
     names = ["greedy", "random"]

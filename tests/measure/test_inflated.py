@@ -20,6 +20,7 @@ from benchmarks.inflated import (
     inflate,
     inflate_head,
     token_order,
+    with_mtp,
 )
 from quire import LLM, SamplingParams
 from quire.demo.data import render
@@ -54,6 +55,17 @@ def test_the_tokens_of_the_small_model(name: str, quantization: str | None, infl
         prompt = tokenizer.encode(render([("user", question)]) + "<|im_start|>assistant\n").ids
         small, large = (greedy(model, torch.bfloat16, prompt, 40) for model in models)
         assert large == small
+
+
+def test_a_layer_for_multi_token_prediction_changes_no_token(tmp_path: Path) -> None:
+    """The model becomes a MiMo, and the layer drafts for it."""
+    with_mtp(quire.demo.path("target"), tmp_path / "mimo")
+    params, answers = SamplingParams(temperature=0.0, max_tokens=12), list[list[int]]()
+    for model, drafts in ((quire.demo.path("target"), None), (tmp_path / "mimo", {"method": "mtp", "adaptive": False})):
+        engine = LLM(str(model), dtype="bfloat16", max_model_len=256, speculative_config=drafts)
+        (found,) = engine.generate([QUESTIONS[0]], params, use_tqdm=False)
+        answers.append(list(found.outputs[0].token_ids))
+    assert answers[0] == answers[1]
 
 
 def test_the_drafts_of_the_small_head(inflated: dict[str, Path], tmp_path: Path) -> None:

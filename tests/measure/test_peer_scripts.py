@@ -99,3 +99,50 @@ def test_a_script_refuses_an_answer_of_another_length(script: str, tmp_path: Pat
     assert done.returncode != 0
     assert "AssertionError" in done.stderr
     assert "ready" not in done.stdout
+
+
+OPENAI_SERVER = """
+import json, socketserver, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Server(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.do_GET()
+        usage = {"usage": {"completion_tokens": int(sys.argv[2]) or asked["max_tokens"]}}
+        for event in ({"choices": []}, usage):
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+        self.wfile.write(b"data: [DONE]\\n\\n")
+        print(self.path, json.dumps(asked), flush=True)
+
+HTTPServer.server_bind = socketserver.TCPServer.server_bind  # without a look-up of the host's name
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("num_answered", [0, 2])
+def test_a_server_of_the_openai_api_is_asked_over_http(num_answered: int, tmp_path: Path) -> None:
+    """An answer of another length ends the script."""
+    (tmp_path / "server.py").write_text(OPENAI_SERVER)
+    command = f"{sys.executable} {tmp_path / 'server.py'} {{port}} {num_answered}"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "speculating.py"), "serve", command, "--requests", "2"],
+        input=json.dumps(QUESTIONS["speculating.py"]) + "\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if num_answered:
+        assert done.returncode != 0
+        assert "2 tokens, 4 asked for" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["seconds"] > 0
+    asked = [json.loads(line.split(" ", 1)[1]) for line in done.stderr.splitlines() if line.startswith("/v1/comp")]
+    of_question = [each for each in asked if each["max_tokens"] == 3]
+    assert sorted((each["prompt"] for each in of_question), key=str) == sorted([[5, 6], [7]], key=str)
+    assert all(each["ignore_eos"] and each["temperature"] == 0 and each["stream"] for each in asked)

@@ -460,6 +460,34 @@ def test_trials_are_rare_where_their_outcome_is_known(acceptance: float) -> None
     assert 0 < num_drafts < 40
 
 
+@pytest.mark.parametrize("num_tokens", [64, 200])
+@pytest.mark.parametrize("acceptance", [0.0, 0.4, 0.6])
+def test_answers_after_others_lose_little_where_drafts_do_not_pay(acceptance: float, num_tokens: int) -> None:
+    """Eight answers at a time, of the same length: a draft that held gains nothing if another request ends later."""
+    drafter = DrafterTime(2e-3)
+    adaptive = AdaptiveDepth(INT4, drafter, reads_late=False)
+    stream = Stream(8, [acceptance] * MOST, INT4, drafter)
+    seconds, plain, requests, off = 0.0, 0.0, stream.requests, INT4([50] * 8, 0)[0]
+    for turn in range(40):
+        stream.requests = [
+            replace(request, request_id=f"{turn}-{index}", output_token_ids=[0], max_tokens=num_tokens)
+            for index, request in enumerate(requests)
+        ]
+        taken = 0.0
+        while stream.requests:
+            count = len(stream.requests)
+            stream.seconds_of, stream.found = INT4([50] * count, MOST * count), [1.0] * count
+            before = sum(len(request.output_token_ids) for request in stream.requests)
+            rate = stream.run(1, stream.adaptive(adaptive), adaptive.settle)
+            taken += (sum(len(request.output_token_ids) for request in stream.requests) - before) / rate
+            for request in [each for each in stream.requests if len(each.output_token_ids) >= num_tokens]:
+                stream.requests.remove(request)
+                adaptive.forget(request.request_id)
+        if turn >= 8:
+            seconds, plain = seconds + taken, plain + off * (num_tokens - 1)
+    assert plain > 0.988 * seconds
+
+
 def test_a_new_request_tries_later_where_others_have_tried() -> None:
     drafter, is_known = DrafterTime(1.6e-3), False
     adaptive = AdaptiveDepth(VECTORS, drafter)
@@ -535,7 +563,7 @@ def test_drafts_beside_a_prompt_take_at_most_a_hundredth_of_the_step(
 
     for _ in range(20):
         depths: list[int] = []
-        if adaptive.begin_step(requests, 7, 56, num_prompt_tokens):
+        if adaptive.begin_step(requests, 7, 56, lambda: num_prompt_tokens):
             for request in requests:
                 if (depth := adaptive.depth(request, 7)) > 0:
                     adaptive.drafted(request, depth)
@@ -586,6 +614,51 @@ def test_waiting_for_wrong_drafts_costs_little(found: float, drafter: str, num_r
     case = num_requests, [0.0] * MOST, INT4, DRAFTERS[drafter]
     stream, adaptive = Stream(*case, 2, [found] * num_requests), AdaptiveDepth(INT4, DRAFTERS[drafter], 2)
     assert stream.run(1000, stream.adaptive(adaptive), adaptive.settle) > 0.98 * fixed_rate(1, case, 0)
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("costs", ["bfloat16", "int4"])
+def test_trials_become_rare_where_none_has_held(costs: str, drafter: str, num_requests: int) -> None:
+    """And yet a text that becomes predictable is found."""
+    case = num_requests, [0.0] * MOST, COSTS[costs], DRAFTERS[drafter]
+    stream, adaptive = Stream(*case), AdaptiveDepth(COSTS[costs], DRAFTERS[drafter], reads_late=False)
+    choose = stream.adaptive(adaptive)
+    stream.run(2000, choose, adaptive.settle)
+    assert stream.run(4000, choose, adaptive.settle) > 0.995 * fixed_rate(1, case, 0)
+    stream.rates = [0.95] * MOST
+    stream.run(400, choose, adaptive.settle)
+    best = max(fixed_rate(200, (num_requests, stream.rates, *case[2:]), depth) for depth in range(1, MOST + 1))
+    assert stream.run(200, choose, adaptive.settle) > 0.85 * best
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_most_steps_without_drafts_ask_for_nothing(drafter: str) -> None:
+    """Neither for the tokens of prompts, nor for the state of each request. A new request is seen at once."""
+    stream, adaptive = Stream(8, [0.0] * MOST, INT4, DRAFTERS[drafter]), AdaptiveDepth(INT4, DRAFTERS[drafter])
+    stream.run(1000, stream.adaptive(adaptive), adaptive.settle)
+    asked = list[int]()
+
+    def count() -> int:
+        asked.append(adaptive._step)
+        return 0
+
+    def step() -> None:
+        if adaptive.begin_step(stream.requests, MOST, 8 * MOST, count):
+            for request in stream.requests:
+                if adaptive.depth(request, MOST):
+                    adaptive.drafted(request, 1)
+                    adaptive.settle(request, 1, 0)
+
+    for _ in range(1000):
+        step()
+    assert 0 < len(asked) < 200
+    adaptive.forget("r0")
+    stream.requests[0] = replace(stream.requests[0], request_id="another", output_token_ids=[0])
+    adaptive.admit(stream.requests[0], 0)
+    asked.clear()
+    step()
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("num_requests", [1, 4])

@@ -56,6 +56,15 @@ EAGLE3 = Family(
 )
 
 
+def _with_queries_apart(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The layers, with the queries of the last one stored apart: what a head only reads needs none of them."""
+    last = layers[-1]
+    if not isinstance(last.attention, Full) or len(last.attention.qkv.shards) != 3:
+        return layers
+    qkv = replace(last.attention.qkv, is_first_apart=True)
+    return *layers[:-1], replace(last, attention=replace(last.attention, qkv=qkv))
+
+
 def eagle3(raw: Mapping[str, Any], path: str, target: Target, names: Collection[str]) -> dict[str, Any]:
     """Keyword arguments for ModelConfig, all but the folder.
 
@@ -105,6 +114,7 @@ def eagle3(raw: Mapping[str, Any], path: str, target: Target, names: Collection[
             owns_embeddings=owns_embeddings,
             owns_output=owns_output,
         ),
+        "layers": _with_queries_apart(facts["layers"]),
         "tie_word_embeddings": False,
         "logits_scaling": 1.0 / fields.number("logit_scale", 1.0, minimum=1e-6),
     }
@@ -162,6 +172,7 @@ def mtp(
             ),
             num_tokens=target.vocab_size,
         ),
+        "layers": _with_queries_apart(facts["layers"]),
         "tie_word_embeddings": False,
         "renamed_prefixes": ((f"{first}final_layernorm.", "model.norm."), (first, _LAYER)),
         "ignored_prefixes": (

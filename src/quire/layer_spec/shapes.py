@@ -53,6 +53,8 @@ class LinearShape:
             not change it.
         matrices: the matrices into which the weight is taken apart after loading. They are in the model's dtype,
             whatever form the checkpoint has. Empty: the weight is not taken apart.
+        is_first_apart: whether the first shard is stored as a layer of its own, so that the others can be computed
+            without it.
     """
 
     prefix: str
@@ -68,6 +70,7 @@ class LinearShape:
     stacked_form: StackedForm = "rows"
     is_gate: bool = False
     matrices: tuple[HeadMatrices, ...] = ()
+    is_first_apart: bool = False
 
     @property
     def out_features(self) -> int:
@@ -96,7 +99,8 @@ class LinearShape:
             tensor_rows=tuple(self.share.tensor_rows[index] for index in shards),
         )
         heads = tuple(self.paired_heads[index] for index in shards) if self.paired_heads else ()
-        return replace(self, shards=tuple(self.shards[index] for index in shards), share=share, paired_heads=heads)
+        chosen = tuple(self.shards[index] for index in shards)
+        return replace(self, shards=chosen, share=share, paired_heads=heads, is_first_apart=False)
 
     def whole(self) -> LinearShape:
         """The whole layer, if this is a part. Its shards are the tensors of the checkpoint."""

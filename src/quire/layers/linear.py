@@ -227,6 +227,12 @@ class SplitLinear:
             part(x_TK, out=columns_TN, adapter_slots_T=adapter_slots_T)
         return out_TN
 
+    def without_first(self, x_TK: Rows) -> Tensor:
+        """The outputs of all parts, but those of the first part are any numbers."""
+        others = [part(x_TK) for part in self.parts[1:]]
+        any_TN = others[0].new_empty(others[0].shape[0], self.parts[0].out_features)
+        return torch.cat([any_TN, *others], dim=1)
+
     def quantizes(self, x: Tensor) -> bool:
         """Whether all parts quantize: see Linear."""
         return all(part.quantizes(x) for part in self.parts)

@@ -26,7 +26,7 @@ from quire.layer_spec.rope_config import RopeConfig
 from quire.layer_spec.shapes import LinearShape, NormShape
 from quire.layers.activation import gated_activation
 from quire.layers.joined import JoinedLinear, JoinedNorm
-from quire.layers.linear import Linear, Projection, make_linear
+from quire.layers.linear import Linear, Projection, SplitLinear, make_linear
 from quire.layers.norm import RMSNorm, make_norm
 from quire.layers.up_projection import UpProjection
 from quire.layers.weight_slot import AnySlots
@@ -122,21 +122,23 @@ class SelfAttention:
         self._num_heads, self._head_dim = sum(self._heads), spec.head_dim
         self._q_width, self._kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._attention, self.reader, self._output = attention, qkv, output
+        self._without_q = qkv.without_first if isinstance(qkv, SplitLinear) and spec.qkv.is_first_apart else None
         self._wide_norms = wide_norms
         self._clip = spec.clip
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
-        out_THE = self._attention(*self._projected(x_TD, batch), batch)
+        # No variable holds q, k and v, so they are freed before the output is projected.
+        out_THE = self._attention(*self._parts_of(self.reader(x_TD, adapter_slots_T=batch.adapter_slots_T)), batch)
         out_TW = out_THE.view(out_THE.shape[0], self._q_width)
         return self._output(out_TW, adapter_slots_T=batch.adapter_slots_T)
 
     def write(self, x_TD: Rows, batch: ForwardBatch) -> None:
-        """Write the keys and values, and do not attend."""
-        self._attention.write(*self._projected(x_TD, batch), batch)
+        """Write the keys and values, and do not attend. If q is stored apart, it is not computed."""
+        qkv = self.reader(x_TD) if self._without_q is None else self._without_q(x_TD)
+        self._attention.write(*self._parts_of(qkv), batch)
 
-    def _projected(self, x_TD: Rows, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """q_THE, k_TGE and v_TGE before the norms of heads and the rotation."""
-        qkv = self.reader(x_TD, adapter_slots_T=batch.adapter_slots_T)
+    def _parts_of(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q_THE, k_TGE and v_TGE before the norms of heads and the rotation, from the projection of T tokens."""
         num_tokens = qkv.shape[0]
         q_THE, k_TGE, v_TGE = qkv.view(num_tokens, self._num_heads, self._head_dim).split_with_sizes(self._heads, 1)
         if self._wide_norms:

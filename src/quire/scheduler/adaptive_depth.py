@@ -3,8 +3,9 @@
 Drafts are on if they probably save time (draft_depth.py), and off otherwise. Such a decision may be wrong, and it may
 become wrong when texts change. So there is a credit, in seconds. It limits the time that is lost by drafting:
 
-- A small share of the time of steps is added to the credit. For each draft that held, the time of a token is added,
-  up to a small amount.
+- A small share of the time of steps is added to the credit, and half of it while many trials in a row were in vain.
+  For each draft that held, the time of a token is added, up to a small amount. If too few drafts hold to pay, and that
+  is sure, a trial adds only what it held beyond its chance: so trials cost no more than the share.
 - The cost of drafts, and of waiting for them, is subtracted from it. This holds for drafts that are on and for trials.
 - While there is credit, drafts may stay on even if they pay only with slightly higher chances than the measured ones.
 - While drafts are off, some requests try one draft together as soon as the credit covers all these trials.
@@ -12,6 +13,7 @@ become wrong when texts change. So there is a credit, in seconds. It limits the 
   a size that is believed to take too long would never run, so the belief would never be corrected.
 - A step that computes prompts has only the drafts that fit in a small share of its time: a request waits for its first
   token.
+- While drafts are off and nobody can try one, a step only counts: deciding costs time in each step, too.
 
 A drafter that is often right pays for its own trials. A drafter that is always wrong costs no more than the share.
 """
@@ -44,6 +46,9 @@ logger = get_logger(__name__)
 MEMORY, MEMORY_OF_ALL = 32, 256
 PRIOR_WEIGHT_OF_ALL = 8
 TRIAL_SHARE = 1 / 128  # the share of the time of steps that is added to the credit
+# After this number of trials in a row of which no draft held, half of that share is added. They were probably enough to
+# know, and a text that becomes predictable is found later, but it is found.
+MANY_IN_VAIN = 16
 READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
 MOST_SAVED, MOST_OWED = 8, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
 # Drafts that gain time add credit up to this, in steps. More would be lost if more requests come and drafts do not pay.
@@ -58,7 +63,8 @@ DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by 
 SEARCH_STEPS = 16  # steps between two searches for a request that may try, if none may
 MOST_WAITED = 64  # steps of a request between two trials that say nothing new
 FIRST_WAIT = 16  # steps of a new request to its first trial, if others have tried some
-LIKELY, FEW_TRIED = 0.5, 32  # after this number of trials, one that holds with this chance or more says nothing new
+LIKELY, FEW_TRIED = 0.5, 24  # after this number of trials, one that holds with this chance or more says nothing new
+SURE = 1.5  # standard deviations by which the rate of all requests must be below the chance that pays, to be known
 NEWS_SHARE = 1 / 4  # share of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
 FIRST_COST_STEPS, COST_STEPS = 4, 64
@@ -212,22 +218,34 @@ class AdaptiveDepth:
         self._last_steps: dict[int, int] = {}  # size of a step without prompts -> the last one
         self._has_prompts = False
         self._may_pay = True  # if all drafts held
-        self._credit, self._share = 0.0, TRIAL_SHARE  # see the module
+        self._is_idle = False  # whether nothing happens until the next look or search, or until requests come or end
+        self._credit = 0.0  # see the module
+        self._reading_share = 0.0  # the share of the time of steps that reading missing tokens needs; 0: too much
+        self._needed = 0.0  # the chance with which one draft for each request pays
+        self._num_vain = 0  # trials since the last one of which a draft held
         self._earned = 0.0  # the worth of the drafts that held since the last step began
         self._saved_for = 0.0  # seconds of a trial that somebody lacks
         self._dearest = 0.0  # seconds of the trial that takes longest
         self._kept_apart = 0.0  # credit from before the number of requests changed
         self._log, self._log_of_depths = RateLimited(logger), RateLimited(logger)
 
-    def begin_step(self, running: Sequence[Request], most_each: int, most: int, num_prompt_tokens: int = 0) -> bool:
+    def begin_step(
+        self, running: Sequence[Request], most_each: int, most: int, count_prompt_tokens: Callable[[], int] = lambda: 0
+    ) -> bool:
         """Begin a step. Returns whether any request may draft in it.
 
         Args:
             running: the running requests, at least one.
             most_each: the most drafts of one request, at least 1.
             most: the most drafts of the step.
-            num_prompt_tokens: tokens of prompts that the step computes.
+            count_prompt_tokens: counts the tokens of prompts that the step computes, if drafts depend on them.
         """
+        next_event = min(self._next_look, self._next_search) if self._may_pay else self._next_look
+        if self._is_idle and len(running) == self._num_running and self._step + 1 < next_event:
+            self._step += 1
+            self._account(False)
+            return False
+        self._is_idle, num_prompt_tokens = False, count_prompt_tokens()
         if self._num_running and not self._has_prompts:
             self._last_steps[size_of_step(self._num_running + sum(self._depths))] = self._step
         self._step += 1
@@ -259,6 +277,7 @@ class AdaptiveDepth:
             self.waits = self._pays() or self._credit >= self._hidden_share * self._seconds[0]
             return True
         self.waits = bool(self._due) and not has_waited
+        self._is_idle = not (self.waits or has_waited) and all(self._drafting(r).is_chosen for r in running)
         return self.waits or has_waited
 
     def depth(self, request: Request, most: int) -> int:
@@ -299,6 +318,7 @@ class AdaptiveDepth:
 
         If drafts are on, the drafter has read these tokens too.
         """
+        self._is_idle = False
         if not self._reads_late:
             return
         drafting = self._drafting(request)
@@ -307,11 +327,19 @@ class AdaptiveDepth:
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
         """Note that this number of a request's drafts was verified, and that the first `num_held` of them held."""
         drafting = self._requests[request.request_id]
-        (chance,) = drafting.acceptance.rates(self._of_all.rates_of_all(1, PRIOR_WEIGHT_OF_ALL), self._prior_weight)
+        prior = self._of_all.rates_of_all(1, PRIOR_WEIGHT_OF_ALL)
+        (chance,) = drafting.acceptance.rates(prior, self._prior_weight)
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
         self._num_news += 1
-        self._earned += num_held * self._seconds[0] / self._num_running
+        (highest,) = self._of_all.rates(prior, PRIOR_WEIGHT_OF_ALL, SURE)
+        worth = num_held - chance if drafting.is_trial and highest < self._needed else num_held
+        self._earned += worth * self._seconds[0] / self._num_running
+        self._is_idle = False
+        if num_held:
+            self._next_search = 0
+        if num_held or drafting.is_trial:
+            self._num_vain = 0 if num_held else self._num_vain + 1
         if num_held and (not drafting.is_trial or chance < LIKELY or self._of_all.num_tried < FEW_TRIED):
             drafting.wait = 1
         elif drafting.is_trial:
@@ -330,7 +358,7 @@ class AdaptiveDepth:
     def stop(self, request: Request) -> None:
         """End the drafts of a request."""
         drafting = self._drafting(request)
-        drafting.depth, drafting.is_over = 0, True
+        drafting.depth, drafting.is_over, self._is_idle = 0, True, False
         self._num_news += 1
         self._due.discard(request.request_id)
 
@@ -353,10 +381,16 @@ class AdaptiveDepth:
         """Forget a request that has ended."""
         self._requests.pop(request_id, None)
         self._due.discard(request_id)
+        self._is_idle = False
 
     def _pays(self) -> bool:
         """Whether drafts gain more than the host's time, which is not hidden when a step waits for its tokens."""
         return self._gain * self._found_share > self._hidden_share
+
+    @property
+    def _share(self) -> float:
+        """The share of the time of steps that is added to the credit."""
+        return max(TRIAL_SHARE / 2 if self._num_vain >= MANY_IN_VAIN else TRIAL_SHARE, self._reading_share)
 
     def _account(self, has_waited: bool) -> None:
         """Subtract the cost of the last step's drafts from the credit, and add the share of the step's time."""
@@ -378,7 +412,8 @@ class AdaptiveDepth:
         if not base or not self._may_pay or self._step < self._next_search:
             return set()
         waiting, saved = self._hidden_share * base, self._credit + self._kept_apart
-        if saved < waiting + self._more_seconds([1]):
+        if (lacking := waiting + self._more_seconds([1]) - saved) > 0:
+            self._next_search = self._step + self._steps_to_save(lacking)
             return set()
         due, self._next_search = list[tuple[float, str]](), self._step + SEARCH_STEPS
         for request in running:
@@ -404,9 +439,12 @@ class AdaptiveDepth:
                 return {request_id for _, request_id in tried}
             if tried[0] is due[0]:
                 self._saved_for = needed
-        num_steps = math.ceil((self._saved_for - self._credit) / (self._share * base))
-        self._next_search = self._step + min(num_steps, SEARCH_STEPS)
+        self._next_search = self._step + self._steps_to_save(self._saved_for - self._credit)
         return set()
+
+    def _steps_to_save(self, seconds: float) -> int:
+        """The steps that add these seconds to the credit, at most SEARCH_STEPS."""
+        return min(math.ceil(seconds / (self._share * self._seconds[0])), SEARCH_STEPS)
 
     def _one_further(self, running: Sequence[Request], most: int) -> int:
         """1 if all requests that draft should draft one more token in this step, to learn what such a step takes."""
@@ -510,13 +548,14 @@ class AdaptiveDepth:
         self._next_look = self._step + self._look_steps
         if self._reads_late and self._draft_seconds is not None:  # each step adds tokens that the drafter must read
             needed = 1.1 * (self._draft_seconds(2) - self._draft_seconds(1)) / self._seconds[0]
-            self._share = max(needed, TRIAL_SHARE) if needed <= READING_SHARE else TRIAL_SHARE
+            self._reading_share = needed if needed <= READING_SHARE else 0.0
         if is_first:
             trial = self._more_seconds([1] * num_requests) / num_requests
             self._credit = min(FIRST_SAVED * self._seconds[0], FIRST_TRIALS * trial)
         all_hold = [[1.0] * most_each] * num_requests
         gain = self._hidden_share + MIN_GAIN
         self._may_pay = any(self._best_depths(all_hold, gain))
+        self._needed = (1 + gain) * (1 + self._more_seconds([1] * num_requests) / self._seconds[0]) - 1
 
     def _best(
         self, requests: Sequence[Request], known: Sequence[_Drafting], prior: Sequence[float], doubt: float

@@ -96,19 +96,19 @@ class Speculation:
             self._adaptive.admit(request, num_cached)
 
     def begin_step(
-        self, running: Sequence[Request], most: int, num_prompt_tokens: Callable[[], int] = lambda: 0
+        self, running: Sequence[Request], most: int, count_prompt_tokens: Callable[[], int] = lambda: 0
     ) -> int:
         """Begin a step. Returns the number of drafts that it may have, at most `most`. 0: no request drafts.
 
         Args:
-            num_prompt_tokens: counts the tokens of prompts that the step computes, if adaptive depths ask for them.
+            count_prompt_tokens: counts the tokens of prompts that the step computes, if adaptive depths ask for them.
         """
         self._step += 1
         self._most_now = min([self.most, *(k for low, high, k in self._most_by_rows if low <= len(running) <= high)])
         has_drafting = any(request.request_id not in self._stopped for request in running)
         self._may_draft = most > 0 and self._most_now > 0 and has_drafting
         if self._may_draft and self._adaptive is not None:
-            self._may_draft = self._adaptive.begin_step(running, self._most_now, most, num_prompt_tokens())
+            self._may_draft = self._adaptive.begin_step(running, self._most_now, most, count_prompt_tokens)
         return most if self._may_draft else 0
 
     @property

@@ -55,5 +55,6 @@ def drafter_of(
     draws = DraftDraws(inputs, device, is_greedy=drafter.is_greedy, group=group)
     given, max_tokens = (cache, inputs, draws, captured), settings.max_num_batched_tokens
     if isinstance(model, Head) and streams is not None:
-        return HeadDrafter(model, streams, *given, max_tokens=max_tokens, num_kept=drafter.positions_kept)
+        kept = drafter.positions_kept
+        return HeadDrafter(model, streams, *given, max_tokens=max_tokens, num_kept=kept, runs_ahead=device.runs_ahead)
     return DraftModel(model, *given, max_tokens=max_tokens, max_drafts=drafter.max_drafts)

@@ -43,6 +43,7 @@ class HeadDrafter:
         captured: captured forward passes of the head; None: every pass is run.
         max_tokens: the most tokens that the head reads in one pass.
         num_kept: the most hidden states that are kept for a row: at least those of the newest token and all drafts.
+        runs_ahead: whether the device may not have done its work when a call returns.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class HeadDrafter:
         *,
         max_tokens: int,
         num_kept: int,
+        runs_ahead: bool,
     ) -> None:
         self._head, self._streams, self._inputs, self._draws = head, streams, inputs, draws
         self._caches = cache.drafter_layers
@@ -69,6 +71,9 @@ class HeadDrafter:
         width = self._streams.kept_TX.shape[1]
         self._kept_CWX = torch.empty((capacity, self._num_kept, width), dtype=head.dtype, device=head.device)
         self._picked_TX = torch.empty_like(self._streams.kept_TX)  # the result of _picked
+        # The memory of both as numpy has it; None: only the device may write it.
+        self._kept_on_host = None if runs_ahead else _words(self._kept_CWX)
+        self._given_on_host = None if runs_ahead else _words(self._streams.kept_TX)
 
     @property
     def num_bytes(self) -> int:
@@ -83,6 +88,7 @@ class HeadDrafter:
                 np.concatenate([of_C, np.zeros_like(of_C)]) for of_C in (self._num_computed_C, self._num_seen_C)
             )
             self._kept_CWX = torch.cat([self._kept_CWX, torch.empty_like(self._kept_CWX)])
+            self._kept_on_host = None if self._kept_on_host is None else _words(self._kept_CWX)
         if not batch.new_rows:
             return
         starts = dict(zip(batch.request_ids, batch.num_computed_tokens, strict=True))
@@ -174,31 +180,45 @@ class HeadDrafter:
         """Keep the hidden states of these positions. They are the last ones of the rows of the target's step."""
         lens_S = ends_S - begins_S
         num_kept = int(lens_S.sum())
-        # Usually all tokens of the step are kept: then no copy is needed.
-        if num_kept == int(step.lens_S.sum()):
-            streams_NX = self._streams.kept_TX[:num_kept]
-        else:
-            streams_NX = self._picked(_ranges(_firsts(step) + begins_S - step.starts_S, lens_S))
+        # Usually all tokens of the step are kept: then no index is needed.
+        is_whole = num_kept == int(step.lens_S.sum())
+        index_N = None if is_whole else _ranges(_firsts(step) + begins_S - step.starts_S, lens_S)
         places_N = self._places(step.rows_S, begins_S, lens_S)
-        self._kept_CWX.view(-1, streams_NX.shape[1]).index_copy_(0, places_N, streams_NX)
+        if self._kept_on_host is not None and self._given_on_host is not None:
+            # The weights have just driven all else out of the caches: then numpy takes 10 us here, and torch 50.
+            given = self._given_on_host
+            self._kept_on_host[places_N] = given[:num_kept] if index_N is None else given[index_N]
+            return
+        streams_NX = self._streams.kept_TX[:num_kept] if index_N is None else self._picked(index_N)
+        self._kept_CWX.flatten(0, 1).index_copy_(0, self._placed(places_N), streams_NX)
 
     def _kept(self, step: StepRows) -> Tensor:
         """The kept hidden states of the tokens of a pass, [T, D]."""
-        places_T = self._places(step.rows_S, step.starts_S, step.lens_S)
+        places_T = self._placed(self._places(step.rows_S, step.starts_S, step.lens_S))
         return self._head.hidden_of(self._kept_CWX.flatten(0, 1).index_select(0, places_T))
 
     def _picked(self, index_N: NDArray[np.int64]) -> Tensor:
         """The target's streams [N, X] of these tokens of its step. The next call overwrites them."""
-        at_N = gpu.place(torch.from_numpy(index_N), self._picked_TX.device)
-        return torch.index_select(self._streams.kept_TX, 0, at_N, out=self._picked_TX[: len(index_N)])
+        return torch.index_select(self._streams.kept_TX, 0, self._placed(index_N), out=self._picked_TX[: len(index_N)])
 
-    def _places(self, rows_S: NDArray[np.int64], begins_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> Tensor:
+    def _placed(self, index_N: NDArray[np.int64]) -> Tensor:
+        """An index on the device."""
+        return gpu.place(torch.from_numpy(index_N), self._kept_CWX.device)
+
+    def _places(
+        self, rows_S: NDArray[np.int64], begins_S: NDArray[np.int64], lens_S: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """The indices at which these positions of the rows are kept. Each row has a ring buffer."""
         if (lens_S == 1).all():
-            places_N = rows_S * self._num_kept + begins_S % self._num_kept
-        else:
-            places_N = np.repeat(rows_S, lens_S) * self._num_kept + _ranges(begins_S, lens_S) % self._num_kept
-        return gpu.place(torch.from_numpy(places_N), self._kept_CWX.device)
+            return rows_S * self._num_kept + begins_S % self._num_kept
+        places_N: NDArray[np.int64] = np.repeat(rows_S, lens_S) * self._num_kept
+        return places_N + _ranges(begins_S, lens_S) % self._num_kept
+
+
+def _words(streams_X: Tensor) -> NDArray[np.int16]:
+    """The memory of streams [..., X] on the host, as one row of words for each position."""
+    words_NY: NDArray[np.int16] = streams_X.view(-1, streams_X.shape[-1]).view(torch.int16).numpy()
+    return words_NY
 
 
 def _without_logits(rows_R: NDArray[np.int64], starts_R: NDArray[np.int64], lens_R: NDArray[np.int64]) -> StepRows:
