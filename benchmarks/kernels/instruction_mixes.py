@@ -10,10 +10,10 @@ a product with the scales of the row and of the columns, and an addition to sums
 L1. All bytes are 63, so floats are 0.747 and no product is special.
 
 A result is the best of many short runs, because the peak is asked for, in billions of operations (two for a product) of
-one core. The clock is not known. So the second column of "registers" is the number of instructions for each time in
-which four independent additions of integers run, which is a cycle on CPUs with four such pipes. The last line has the
-peaks that quire.measure prints limits with. Sums of 16 bits would overflow in the mix "sign trick, sums of 16 bits":
-it is there for comparison.
+one core. The clock is not known. So the number in brackets after "registers" is that of instructions for each time in
+which four independent additions of integers run, which is a cycle on CPUs with four such pipes. The last table has the
+peaks that limits are printed with. In the mix "sign trick, sums of 16 bits" such sums would overflow: it is there for
+comparison.
 """
 
 from __future__ import annotations
@@ -251,18 +251,14 @@ def measure(mixes: list[Mix]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         library = assemble({name: function(name, body) for name, body in bodies.items()}, Path(folder))
         seconds = {name: best_seconds(library[name]) for name in bodies}
+    cycle = 4 * seconds["cycle"] / len(bodies["cycle"])
     rows = []
     for number, mix in enumerate(mixes):
         count, taken = len(bodies[f"registers_{number}"]), seconds[f"registers_{number}"]
         row: dict[str, Any] = {
             "mix": mix.name,
             "registers": 2 * mix.products * count / taken / 1e9,
-            "instructions_per_cycle": (mix.step.count(";") + 1)
-            * count
-            / taken
-            * seconds["cycle"]
-            / len(bodies["cycle"])
-            * 4,
+            "instructions_per_cycle": (mix.step.count(";") + 1) * count * cycle / taken,
         }
         for group in (0, *GROUPS):
             if (name := f"tile_{number}_{group}") in seconds:
@@ -294,7 +290,8 @@ def main() -> None:
     args = report.script_parser(__doc__).parse_args()
     present = [isa for isa in ("avx2", "avx_vnni") if isa in cpu.isas()]
     if not present:
-        raise SystemExit("these mixes need a CPU with AVX2")
+        print("these mixes need a CPU with AVX2")
+        return
     cpu.set_num_threads(1)
     rows = measure([mix for mix in MIXES if mix.needs in present])
     printed = {}
