@@ -91,6 +91,21 @@ bool is_zen4() {
   return family == kZen3And4 && best_isa() >= Isa::avx512;
 }
 
+// Bytes of the L1 data cache of the core that asks; 0 if the CPU does not say. Intel and AMD describe caches in two
+// leaves of CPUID of the same form.
+int64_t l1_bytes() {
+  constexpr unsigned kIntel = 4, kAmd = 0x8000001d, kData = 1;
+  for (const unsigned leaf : {kIntel, kAmd}) {
+    unsigned eax, ebx, ecx, edx;
+    for (unsigned cache = 0; __get_cpuid_count(leaf, cache, &eax, &ebx, &ecx, &edx) && (eax & 0x1f) != 0; ++cache) {
+      const unsigned kind = eax & 0x1f, level = eax >> 5 & 0x7;
+      const int64_t ways = (ebx >> 22) + 1, parts = (ebx >> 12 & 0x3ff) + 1, line = (ebx & 0xfff) + 1;
+      if (kind == kData && level == 1) return ways * parts * line * (int64_t{ecx} + 1);
+    }
+  }
+  return 0;
+}
+
 #elif defined(__aarch64__)
 
 #if defined(__linux__)
@@ -163,6 +178,15 @@ bool follows_streams() {
 #if defined(__x86_64__)
   static const bool follows = is_zen4();
   return follows;
+#else
+  return false;
+#endif
+}
+
+bool has_large_l1() {
+#if defined(__x86_64__)
+  static const bool is_large = l1_bytes() >= 48 * 1024;
+  return is_large;
 #else
   return false;
 #endif

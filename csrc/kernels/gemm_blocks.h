@@ -31,7 +31,7 @@ inline __m512i in_register(__m512i x) {
 #endif
 
 // While several row tiles in turn ("passes") use a block of weights, the next block is fetched from memory into the L2
-// cache. Each pass takes an equal share, so that memory and arithmetic overlap evenly. A pass calls fetch() at even
+// cache. Each pass takes its share, so that memory and arithmetic overlap evenly. A pass calls fetch() at even
 // intervals, and each call takes `lines` cache lines.
 struct Prefetch {
   // L1 as well, if that was measured: 1.00 to 1.08 times as fast from 1 to 256 rows (bfloat16, int8; Zen 5)
@@ -43,10 +43,19 @@ struct Prefetch {
   int lines;
 
   // Several calls at once, where a tile has few instructions to spare.
-  inline void fetch(int calls = 1) {
-    for (int i = 0; i < calls * lines; ++i) __builtin_prefetch(next + 64 * i, 0, kLocality);
+  inline void fetch(int calls = 1) { fetch_to<kLocality>(calls); }
+
+ protected:
+  template <int kTo>
+  inline void fetch_to(int calls) {
+    for (int i = 0; i < calls * lines; ++i) __builtin_prefetch(next + 64 * i, 0, kTo);
     next += 64 * calls * lines;
   }
+};
+
+// The same into L1, where that has room for two blocks.
+struct NearPrefetch : Prefetch {
+  inline void fetch(int calls = 1) { fetch_to<3>(calls); }
 };
 
 // For a pass that goes through its block once for each of kParts parts of the columns, and calls fetch() in each. Every
@@ -96,11 +105,14 @@ struct PrefetchPlan {
     // The only pass waits for memory. Without prefetching it is 1.1 to 1.3 times as fast there (Zen 4, 1 to 6 rows in 8
     // and 4 bits; benchmarks/NOTES.md).
     if (num_passes == 1 && is_in_order && follows_streams()) return {begin, 0};
-    // Early passes fetch more than late ones, because lines of the last pass come too late for the first rows of the
-    // next block.
-    const auto lines_before = [&](int some) { return ceil_div(lines_per_call * some, num_passes); };
-    const int first = lines_before(pass), end = lines_before(pass + 1);
-    return {begin + 64 * calls * first, end - first};
+    return of_part(pass, pass + 1, num_passes);
+  }
+
+  // Of a pass with the part [first, end) of the work of all passes, `whole`. Early passes fetch more than late ones,
+  // because lines of the last pass come too late for the first rows of the next block.
+  Prefetch of_part(int64_t first, int64_t end, int64_t whole) const {
+    const auto lines_before = [&](int64_t work) { return static_cast<int>(ceil_div(lines_per_call * work, whole)); };
+    return {begin + 64 * calls * lines_before(first), lines_before(end) - lines_before(first)};
   }
 };
 

@@ -20,6 +20,8 @@ void run(const GemmBlock& block) {
       // 1.4 times as fast at 1 row and 1.2 times at 2, no faster from 3 on (Zen 4; benchmarks/NOTES.md)
       if (follows_streams() && block.row_end - block.row_begin <= kMostRowsInOrder)
         return run_row_tiles<Bf16TileInOrder>(block);
+      // 1.04 times as fast at 8 rows (Zen 5; benchmarks/NOTES.md)
+      if (has_large_l1()) return run_row_tiles<Bf16Tile, NearPrefetch>(block);
 #endif
       return run_row_tiles<Bf16Tile>(block);
     case DType::f16:

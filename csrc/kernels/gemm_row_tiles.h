@@ -38,7 +38,8 @@ inline int64_t first_tile_row(int64_t tile, int64_t num_rows) {
 // Tile::kFetches    calls of prefetch.fetch() per step
 // Tile::kIsInOrder  weights are read in the order of their addresses
 // Tile::run<R, Fetch>(a, a_stride, b, steps, sums, is_first, prefetch)   sums[R][64] = (is_first ? 0 : sums) + a * b
-template <class Tile>
+// Fetch             Prefetch or NearPrefetch
+template <class Tile, class Fetch = Prefetch>
 inline void run_row_tiles(const GemmBlock& block) {
   const GemmArgs& args = *block.args;
   using Input = typename Tile::Input;
@@ -46,10 +47,10 @@ inline void run_row_tiles(const GemmBlock& block) {
   constexpr int64_t kStepElements = Tile::kStepK * kPanelWidth;
   constexpr int64_t kStepBytes = kStepElements * sizeof(Weight);
   constexpr int64_t kStepsPerBlock = kBlockBytes / kStepBytes;
-  using Run = void (*)(const Input*, int64_t, const Weight*, int64_t, float*, bool, Prefetch&);
-  static constexpr Run kRun[kMaxRows] = {Tile::template run<1, Prefetch>, Tile::template run<2, Prefetch>,
-                                         Tile::template run<3, Prefetch>, Tile::template run<4, Prefetch>,
-                                         Tile::template run<5, Prefetch>, Tile::template run<6, Prefetch>};
+  using Run = void (*)(const Input*, int64_t, const Weight*, int64_t, float*, bool, Fetch&);
+  static constexpr Run kRun[kMaxRows] = {Tile::template run<1, Fetch>, Tile::template run<2, Fetch>,
+                                         Tile::template run<3, Fetch>, Tile::template run<4, Fetch>,
+                                         Tile::template run<5, Fetch>, Tile::template run<6, Fetch>};
 
   const int64_t num_rows = block.row_end - block.row_begin;
   const int64_t num_tiles = ceil_div(num_rows, kMaxRows);
@@ -70,7 +71,7 @@ inline void run_row_tiles(const GemmBlock& block) {
       for (int64_t tile = 0; tile < num_tiles; ++tile) {
         const int64_t row = first_tile_row(tile, num_rows), rows = first_tile_row(tile + 1, num_rows) - row;
         float* tile_sums = sums + row * kPanelWidth;
-        Prefetch prefetch = plan.of_pass(static_cast<int>(tile));
+        Fetch prefetch{num_tiles == 1 ? plan.of_pass(0) : plan.of_part(row, row + rows, num_rows)};
         kRun[rows - 1](a + row * a_stride + step * Tile::kStepK, a_stride, b + step * kStepElements, steps, tile_sums,
                        step == 0, prefetch);
         if (step + steps == num_steps) store_finished(args, {block.row_begin + row, rows, panel, bias}, tile_sums);

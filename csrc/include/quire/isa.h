@@ -39,6 +39,9 @@ bool set_active_isa(Isa isa);  // returns false and changes nothing if the CPU c
 // prefetch only cost time. It is true for Zen 4 (benchmarks/NOTES.md, 2026-11-23), and for no other CPU that was
 // measured.
 bool follows_streams();
+// Whether the L1 data cache has 48 KiB or more, as on Zen 5 and on Intel's performance cores since Ice Lake. Cores of
+// one CPU may differ: the core that asks first answers for all.
+bool has_large_l1();
 // Whether prefetching 2 KiB ahead is faster than prefetching a whole block ahead when a thread reads memory in order.
 // It is true for CPUs with AMX (benchmarks/NOTES.md, 2026-11-28), and was not measured on others.
 bool fetches_close();
