@@ -64,6 +64,7 @@ from quire.worker.worker import DeviceWorker
 LOOK_SECONDS = 0.25  # seconds between two checks of a process
 CLOSE_SECONDS = 5.0  # the time in which a process may end by itself
 SAY_SECONDS = 1.0  # the time in which a node or a rank can say why it ends
+MOST_BEGUN_BYTES = 16 << 10  # of an order: the system takes as many bytes although the rank hangs
 
 logger = get_logger(__name__)
 
@@ -254,6 +255,10 @@ class OtherRank(ABC):
     def capture(self) -> None:
         self.ask(Capture())
 
+    def begin(self, batch: ScheduledBatch) -> Pending[StepResult] | None:
+        """See Worker."""
+        return None
+
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """See Worker. The result has no tokens if the rank does not sample."""
         return self.submit(batch).result()
@@ -353,6 +358,21 @@ class RankProcess(OtherRank):
         watch = (self._process, self._rank, self._name, failing, self._is_closing)
         self._watching = threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True)
         self._watching.start()
+
+    def begin(self, batch: ScheduledBatch) -> Pending[StepResult] | None:
+        """See Worker. None: the order is long, so sending it may have to wait; or the rank is lost, as `execute` says.
+
+        Before a rank begins a step it has answered all earlier orders, and on one machine an answer is there at once.
+        """
+        frame = encode(Execute(batch))
+        if len(frame) > MOST_BEGUN_BYTES:
+            return None
+        try:
+            self._connection.send_bytes(frame)
+        except OSError:
+            return None
+        self._num_unheard += 1
+        return _StepOfOther(self, batch.step_id)
 
     def give_up(self) -> None:
         """See Worker. The process may hang, so it is ended too."""
