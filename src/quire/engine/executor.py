@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from quire import envs
 from quire.distributed.group import StepVoid
@@ -128,7 +128,6 @@ class ThreadExecutor(InlineExecutor):
         self._given_up: set[int] = set()
         self._looks: list[Future[None]] = []  # see check_alive
         self._behind: Sequence[_Step] = ()  # see _Led
-        self._between: dict[int, Future[Any]] = {}  # for each rank, the last task on its thread that is no step
         start_time = time.monotonic() if start_time is None else start_time
         self._ready_by = start_time + envs.ENGINE_READY_TIMEOUT_S.get()
         self._threads = [WorkerThread(f"quire-worker-{rank}") for rank in range(len(workers))]
@@ -165,40 +164,39 @@ class ThreadExecutor(InlineExecutor):
         Other processes are told here: their threads would wait for Python's lock, which the first rank's thread holds.
         """
         begun = [
-            worker.begin(batch) if self._is_idle(rank) else None
-            for rank, (worker, batch) in enumerate(zip(self.workers, batches, strict=True))
+            worker.begin(batch) if thread.is_idle else None
+            for thread, worker, batch in zip(self._threads, self.workers, batches, strict=True)
         ]
         return [
             thread.submit(worker.execute, batch) if step is None else _Begun(step)
             for thread, worker, batch, step in zip(self._threads, self.workers, batches, begun, strict=True)
         ]
 
-    def _is_idle(self, rank: int) -> bool:
-        """Whether the rank's thread has nothing to do but steps. Then this thread may talk to the rank too."""
-        return rank not in self._between or self._between[rank].done()
-
     def _heard(self, steps: Sequence[_Step]) -> list[Future[StepResult]]:
-        """The steps of all ranks, by rank. A thread waits for each of them."""
+        """The same steps, one of each rank. The ranks' threads wait for them."""
         return [
             thread.submit(step.result) if isinstance(step, _Begun) else step
             for thread, step in zip(self._threads, steps, strict=True)
         ]
 
-    def take_in_led(self, first: _Step, others: Sequence[_Step]) -> StepResult:
+    def take_in_led(self, first: Future[StepResult], others: Sequence[_Step]) -> StepResult:
         """See _Led."""
-        before = [
-            self._threads[rank].submit(step.result) if isinstance(step, _Begun) and not self._is_idle(rank) else step
-            for rank, step in enumerate(self._behind, 1)
-        ]
-        self._behind = ()
-        ended = [first, *before]
+        before, self._behind = self._behind, ()
+        for step in before:
+            if isinstance(step, _Begun):
+                step.next_step = first
+        ended: Sequence[_Step] = [first, *before]
         self._await(ended)
-        if any(step.exception() is not None for step in ended):
-            steps = self._heard([first, *others])
-            self.await_all(steps)
-            if first.exception() is not None:
-                ended = [*steps]
-        results = _results(ended)
+        if first.exception() is not None or not all(thread.is_idle for thread in self._threads):
+            ended = self._heard(ended)
+        if first.exception() is not None:
+            ended = self._heard([first, *others])
+        self.await_all(ended)
+        try:
+            results = _results(ended)
+        except Exception:
+            self.await_all(self._heard([first, *others]))
+            raise
         self._behind = others
         results[0].ranks = tuple(each.ranks[0] for each in results if each.ranks)
         return results[0]
@@ -271,8 +269,7 @@ class ThreadExecutor(InlineExecutor):
             self._threads[rank].shutdown(wait=False)
 
     def _run_on(self, rank: int, task: Callable[[], None]) -> None:
-        self._between[rank] = self._threads[rank].submit(task)
-        self._between[rank].add_done_callback(_log_failure)
+        self._threads[rank].submit(task).add_done_callback(_log_failure)
 
     def _tell(self, step: Callable[[Worker], T], phase: str = "") -> list[T]:
         pending = self._on_threads(step)
@@ -281,9 +278,7 @@ class ThreadExecutor(InlineExecutor):
         return _results(pending)
 
     def _on_threads(self, task: Callable[[Worker], T]) -> list[Future[T]]:
-        tasks = [thread.submit(task, worker) for thread, worker in zip(self._threads, self.workers, strict=True)]
-        self._between = dict(enumerate(tasks))
-        return tasks
+        return [thread.submit(task, worker) for thread, worker in zip(self._threads, self.workers, strict=True)]
 
     def _wait(self, pending: Sequence[Future[T]], phase: str) -> None:
         """Wait until all are done. Raises EngineDeadError when the start takes too long."""
@@ -351,17 +346,19 @@ class _Noted:
 
 
 class _Begun:
-    """A step of a rank that was begun: see Worker.begin. Ask for its result when the first rank has ended the next one.
+    """A step of a rank that was begun: see Worker.begin. Its methods are those of a Future, but none waits.
 
-    Its methods are those of a Future.
+    Attributes:
+        next_step: the first rank's next step, when there is one.
     """
 
     def __init__(self, pending: Pending[StepResult]) -> None:
         self._pending = pending
         self._outcome: StepResult | Exception | None = None
+        self.next_step: Future[StepResult] | None = None
 
     def done(self) -> bool:
-        return True
+        return self.next_step is not None and self.next_step.done()
 
     def exception(self, timeout: float | None = None) -> Exception | None:
         try:
