@@ -179,7 +179,7 @@ class ThreadExecutor(InlineExecutor):
             for thread, step in zip(self._threads, steps, strict=True)
         ]
 
-    def take_in_led(self, first: Future[StepResult], others: Sequence[_Step]) -> StepResult:
+    def take_in_led(self, first: _Step, others: Sequence[_Step]) -> StepResult:
         """See _Led."""
         before, self._behind = self._behind, ()
         for step in before:
@@ -355,7 +355,7 @@ class _Begun:
     def __init__(self, pending: Pending[StepResult]) -> None:
         self._pending = pending
         self._outcome: StepResult | Exception | None = None
-        self.next_step: Future[StepResult] | None = None
+        self.next_step: _Step | None = None
 
     def done(self) -> bool:
         return self.next_step is not None and self.next_step.done()
