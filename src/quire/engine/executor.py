@@ -187,7 +187,7 @@ class ThreadExecutor(InlineExecutor):
                 step.next_step = first
         ended: Sequence[_Step] = [first, *before]
         self._await(ended)
-        if first.exception() is not None or not all(thread.is_idle for thread in self._threads):
+        if first.exception() is not None or not all(thread.is_idle for thread in self._threads[1:]):
             ended = self._heard(ended)
         if first.exception() is not None:
             ended = self._heard([first, *others])
