@@ -173,10 +173,10 @@ class ThreadExecutor(InlineExecutor):
         ]
 
     def _heard(self, steps: Sequence[_Step]) -> list[Future[StepResult]]:
-        """The same steps, one of each rank. The ranks' threads wait for them."""
+        """The same steps, of all ranks or of the first ones. The ranks' threads wait for them."""
         return [
             thread.submit(step.result) if isinstance(step, _Begun) else step
-            for thread, step in zip(self._threads, steps, strict=True)
+            for thread, step in zip(self._threads, steps, strict=False)
         ]
 
     def take_in_led(self, first: _Step, others: Sequence[_Step]) -> StepResult:
