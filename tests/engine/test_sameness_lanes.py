@@ -273,7 +273,7 @@ def test_drafts_from_text(
     guesser = Guesser(0.6, vocab_size=5000)
     guesser.continuation_of = lambda request_id: one[int(request_id[1:])][0] if request_id[1:].isdigit() else ()
     monkeypatch.setattr(from_settings, "proposer_of", lambda config: guesser)
-    drafts = SpeculativeConfig("ngram", num_speculative_tokens=4, adaptive=False)
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4, adaptive=False)
     engine = started(width, folder_of("qwen3_moe"), **LIMITS | TWO | more, speculative_config=drafts)
     counts, take = DraftCounts(), engine.core.scheduler.speculation.take_counts
 
