@@ -13,6 +13,7 @@ from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.logs import get_logger
 from quire.lora.modules import RANKS, parse_module
 from quire.option import check_foreign
+from quire.speculative_config import BY_WORKER
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -174,14 +175,22 @@ def _check_lanes(config: EngineConfig) -> None:
         "pipeline_parallel_size": config.pipeline_parallel_size > 1,
         "decode_context_parallel_size": config.decode_context_parallel_size > 1,
         "distributed_executor_backend": config.distributed_executor_backend in ("ray", "external_launcher"),
-        "speculative_config": config.speculative_config is not None,
         "slo_itl": config.slo_itl is not None,
     }
+    if config.speculative_config is not None and config.speculative_config.method in BY_WORKER:
+        raise ConfigError(
+            "A model that drafts does not go together with experts that --data-parallel-size ranks share: each rank "
+            "needs to know the tokens of all lanes before a step, and a worker drafts in the step",
+            value=config.speculative_config.method,
+            expected="ngram or suffix",
+            fix="Use one of them in --speculative-config, or leave --enable-expert-parallel out",
+            param="speculative_config",
+        )
     for name in (name for name, is_given in others.items() if is_given):
         flag = f"--{name.replace('_', '-')}"
         raise ConfigError(
             f"{flag} does not go together with experts that --data-parallel-size ranks share, in this version",
-            value=getattr(config, name) if name != "speculative_config" else "given",
+            value=getattr(config, name),
             fix=f"Leave {flag} out; or leave --enable-expert-parallel out: then there are replicas with all experts",
             param=name,
         )

@@ -119,6 +119,13 @@ class Worker(Protocol):
         """Compute a step and wait for it. The first rank's result has the tokens."""
         ...
 
+    def begin(self, batch: ScheduledBatch) -> Pending[StepResult] | None:
+        """Let a rank beside this process compute a step, without waiting for it. None: call `execute`.
+
+        The result is there, and is not waited for, when the first rank has ended the next step.
+        """
+        ...
+
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         """Like `execute`, but launch the step only. The device decides whether it is computed when this returns."""
         ...

@@ -135,7 +135,8 @@ class StepResult:
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     has_captured: bool = False  # its forward pass was captured: it took longer than the next one of its size
-    # For each of several ranks: seconds of the step, and seconds in which it waited for others.
+    # For each of several ranks: seconds of the step, and seconds in which it waited for others. Those of other ranks
+    # than the first may be of the step before; then the first step has none of them.
     ranks: tuple[tuple[float, float], ...] = ()
     lanes: list[StepResult] = field(default_factory=list)  # like ScheduledBatch.lanes; only tokens and times are joined
 

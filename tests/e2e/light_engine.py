@@ -77,6 +77,9 @@ class LightWorker:
             future.set_exception(error)
         return future
 
+    def begin(self, batch: ScheduledBatch) -> None:
+        """It computes in `execute`."""
+
     def execute(self, batch: ScheduledBatch) -> StepResult:
         time.sleep(STEP_SECONDS)
         for row in batch.new_rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -72,16 +73,17 @@ class Noted:
         self.times: dict[int, list[float]] = {}
         self.steps: list[Future[StepResult]] = []
         self.is_over = False
-        all_ranks = executor._AllRanks
+        heard = executor.ThreadExecutor._heard  # a step that has failed is waited for on all threads
 
-        def noting(steps: list[Future[StepResult]], *arguments: Any) -> Any:
-            for rank, step in enumerate(steps):
-                if rank != FAULTY:
+        def noting(running: executor.ThreadExecutor, steps: Sequence[Any]) -> list[Future[StepResult]]:
+            found = heard(running, steps)
+            for rank, step in enumerate(found):
+                if rank != FAULTY and step not in self.steps:
                     self.steps.append(step)
                     step.add_done_callback(lambda step, rank=rank: self._note(rank, step))  # type: ignore[misc]
-            return all_ranks(steps, *arguments)
+            return found
 
-        monkeypatch.setattr(executor, "_AllRanks", noting)
+        monkeypatch.setattr(executor.ThreadExecutor, "_heard", noting)
 
     def _note(self, rank: int, step: Future[StepResult]) -> None:
         if step.exception() is not None and not self.is_over:

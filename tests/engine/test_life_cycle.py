@@ -16,6 +16,7 @@ import pytest
 from quire import demo
 from quire.config import EngineConfig
 from quire.cost.devices import Ceilings
+from quire.distributed.group import StepVoid
 from quire.engine import executor
 from quire.engine.bring_up import _loads, bring_up, least_facts
 from quire.engine.executor import InlineExecutor, ThreadExecutor
@@ -29,7 +30,7 @@ from quire.model_config import ModelConfig, load_model_config
 from quire.planning.memory_plan import MemoryFacts
 from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.sampling_params import SamplingParams
-from quire.schedule import NewRow, Pending, ScheduledBatch, StepResult
+from quire.schedule import NewRow, Pending, RowsFailedError, ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
 from tests.engine.harness import Prompt, run
 
@@ -82,6 +83,9 @@ class NotedWorker:
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         raise AssertionError("several workers execute, each on its thread")
+
+    def begin(self, batch: ScheduledBatch) -> Pending[StepResult] | None:
+        return None
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         self._note("execute", batch)
@@ -351,6 +355,85 @@ def test_every_rank_computes_a_step_on_its_thread() -> None:
     assert result.token_ids == [[300]], "the first rank answers"
     assert [len(worker.threads) for worker in workers] == [1, 1]
     assert len(workers[0].threads | workers[1].threads | {threading.get_ident()}) == 3
+
+
+class Beside(NotedWorker):
+    """In another process: its steps are begun from any thread, and it answers as `answers` says, in their order."""
+
+    def __init__(self, *answers: Exception | None) -> None:
+        super().__init__()
+        self.answers, self.heard = list(answers), list[int]()
+
+    def begin(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        self._note("begin", batch.step_id)
+        return Answering(self, batch.step_id)
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        return self.begin(batch).result()
+
+
+class Answering:
+    """A step of Beside."""
+
+    def __init__(self, worker: Beside, step_id: int) -> None:
+        self.worker, self.step_id = worker, step_id
+
+    def result(self) -> StepResult:
+        self.worker.heard.append(self.step_id)
+        if (error := self.worker.answers.pop(0)) is not None:
+            raise error
+        return StepResult(self.step_id, [], ranks=((float(self.step_id), 0.0),))
+
+
+def test_a_rank_beside_the_first_is_told_at_once_and_heard_with_the_next_step() -> None:
+    """Its answer is not waited for: it may come later. No thread of its own is needed."""
+    first, other = NotedWorker(), Beside(None, None, None)
+    executor = ThreadExecutor([first, other])
+    for step in range(3):
+        assert executor.submit(ScheduledBatch(step, ["a"])).result().ranks == ((step - 1.0, 0.0),) * (step > 0)
+        assert other.heard == list(range(step))
+    assert other.told == [("begin", step) for step in range(3)]
+    assert other.threads == {threading.get_ident()}
+    executor.shutdown()
+
+
+def test_an_error_behind_the_last_exchange_comes_with_the_next_step() -> None:
+    """All ranks have computed that step too, and their answers are not taken for those of later steps."""
+    first, other = NotedWorker(), Beside(None, OSError("no room"), None, None)
+    executor = ThreadExecutor([first, other])
+    for step in (0, 1):
+        executor.submit(ScheduledBatch(step, ["a"])).result()
+    with pytest.raises(RuntimeError, match="Worker 2 of 2 failed: OSError: no room"):
+        executor.submit(ScheduledBatch(2, ["a"])).result()
+    assert other.heard == [0, 1, 2]
+    assert executor.submit(ScheduledBatch(3, ["a"])).result().token_ids
+    executor.shutdown()
+
+
+def test_if_the_first_rank_fails_the_others_say_why() -> None:
+    first, other = NotedWorker(), Beside(None, None, RowsFailedError(["a"], "bad row"), None)
+    executor = ThreadExecutor([first, other])
+    for step in (0, 1):
+        executor.submit(ScheduledBatch(step, ["a"])).result()
+    first.failing, first.error = "execute", StepVoid("another rank has left the step")
+    with pytest.raises(RowsFailedError, match="bad row"):
+        executor.submit(ScheduledBatch(2, ["a"])).result()
+    assert other.heard == [0, 1, 2]
+    executor.shutdown()
+
+
+def test_a_rank_is_told_of_a_step_behind_what_its_thread_has_to_tell_it() -> None:
+    first, other = NotedWorker(), Beside(None, None, None)
+    executor, goes_on = ThreadExecutor([first, other]), threading.Event()
+    executor.submit(ScheduledBatch(0, ["a"])).result()
+    executor._threads[1].submit(goes_on.wait)
+    executor.drop_adapter("digest")
+    step = executor.submit(ScheduledBatch(1, ["a"]))
+    goes_on.set()
+    assert step.result().ranks == ((0.0, 0.0),)
+    executor.submit(ScheduledBatch(2, ["a"])).result()
+    executor.shutdown()
+    assert other.told == [("begin", 0), ("drop_adapter", "digest"), ("begin", 1), ("begin", 2)]
 
 
 def test_an_adapter_is_read_when_all_ranks_have_read_it() -> None:

@@ -22,14 +22,16 @@ from llguidance import LLMatcher
 import quire.demo
 from quire import envs
 from quire.config import EngineConfig
-from quire.engine import executor, rank_spawn, ranks
+from quire.engine import bring_up, executor, rank_spawn, ranks
+from quire.engine.bring_up import plan_least
 from quire.engine.core import EngineCore
 from quire.engine.rank_messages import Report
 from quire.engine.ranks import RankProcess
 from quire.engine.start import StartedEngine, start_engine
-from quire.errors import EngineDeadError, WeightsError
+from quire.errors import EngineDeadError, MemoryPlanError, WeightsError
 from quire.kernels import cpu
 from quire.messages import AddRequest, UseTokenizer
+from quire.planning.memory_plan import plan_kv_cache, with_later_bytes
 from quire.sampling_params import SamplingParams
 from tests.e2e.serving import INTERPRETER
 from tests.engine import queued_gpus
@@ -265,6 +267,44 @@ def test_a_rank_that_is_stuck_in_the_start_is_named(monkeypatch: pytest.MonkeyPa
         r"weights in time: a start may take 600 s \(VLLM_ENGINE_READY_TIMEOUT_S\)\.$",
     ):
         in_processes(tensor_parallel_size=2)
+    assert wait_for(lambda: not _children())
+
+
+CONFINED = """
+from pathlib import Path
+from quire.engine import rank_process
+from quire.planning import devices
+devices._CGROUP = Path({folder!r})
+rank_process.main()
+"""
+
+
+def test_the_plan_is_that_of_the_rank_with_the_least_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only the second process has a limit, as in a container of its own. All ranks keep as many blocks as it can."""
+    limit, noted = 160 << 20, list[Any]()
+    (tmp_path / "memory.max").write_text(str(limit))
+    (tmp_path / "memory.current").write_text("0")
+    monkeypatch.setattr(rank_spawn, "PROGRAM", ("-c", CONFINED.format(folder=str(tmp_path))))
+
+    def note(*arguments: Any) -> Any:
+        noted.append(arguments)
+        return plan_least(*arguments)
+
+    monkeypatch.setattr(bring_up, "plan_least", note)
+    engine = in_processes(tensor_parallel_size=2, num_gpu_blocks_override=None, max_num_seqs=64)
+    ((config, parts, resolved, memories),) = noted
+    first, second = (
+        plan_kv_cache(config, part, resolved, with_later_bytes(resolved, part, memory)).memory
+        for part, memory in zip(parts, memories, strict=True)
+    )
+    planned = engine.resolved.memory
+    assert planned.num_blocks == second.num_blocks < first.num_blocks
+    assert 0 < planned.kv_cache_bytes + planned.work_bytes < limit // 2
+    assert all(run(engine.core, brief()))
+    engine.core.shutdown()
+    (tmp_path / "memory.max").write_text(str(24 << 20))
+    with pytest.raises(MemoryPlanError, match="does not fit"):
+        in_processes(tensor_parallel_size=2, num_gpu_blocks_override=None)
     assert wait_for(lambda: not _children())
 
 

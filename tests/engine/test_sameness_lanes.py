@@ -22,6 +22,9 @@ from quire.messages import AddRequest
 from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
 from quire.schedule import RowsFailedError
+from quire.scheduler import from_settings
+from quire.scheduler.speculation import DraftCounts
+from quire.speculative_config import SpeculativeConfig
 from quire.worker import expert_balancer
 from tests.engine.harness import run
 from tests.engine.ranks import fail_at, started
@@ -29,6 +32,7 @@ from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_ranks import Answer, answers, of_ranks
 from tests.engine.test_sameness_ranks_lora import LORA
 from tests.engine.test_sameness_ranks_lora import tokens as with_adapters
+from tests.guesser import Guesser
 from tests.lora.adapters import random_tensors, write_adapter
 from tests.models.test_families import CASES, random_hf_model
 
@@ -256,13 +260,43 @@ def test_adapters(width: int, most: dict[str, int], folder_of: Callable[[str], P
     several.core.shutdown()
 
 
+@pytest.mark.parametrize(("width", "more"), [(1, {}), (2, CHUNKS)])
+def test_drafts_from_text(
+    width: int,
+    more: dict[str, Any],
+    folder_of: Callable[[str], Path],
+    expected: Callable[[str], Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Right and wrong ones, in all lanes. A row with drafts has several tokens, and other lanes have its experts."""
+    one = expected("qwen3_moe")
+    guesser = Guesser(0.6, vocab_size=5000)
+    guesser.continuation_of = lambda request_id: one[int(request_id[1:])][0] if request_id[1:].isdigit() else ()
+    monkeypatch.setattr(from_settings, "proposer_of", lambda config: guesser)
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4, adaptive=False)
+    engine = started(width, folder_of("qwen3_moe"), **LIMITS | TWO | more, speculative_config=drafts)
+    counts, take = DraftCounts(), engine.core.scheduler.speculation.take_counts
+
+    def note() -> DraftCounts:
+        counts.join(found := take())
+        return found
+
+    monkeypatch.setattr(engine.core.scheduler.speculation, "take_counts", note)
+    assert answers(engine.core) == one
+    assert 5 < counts.num_accepted_tokens < counts.num_draft_tokens - 5
+    engine.core.shutdown()
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not go together with experts"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size does not go together with experts"),
         ({"enable_lora": True}, "a rank does not know the adapters of other lanes' rows"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config does not go"),
+        (
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+            "model that drafts .*Got 'mtp'.*ngram",
+        ),
         ({"slo_itl": 1.0}, "--slo-itl does not go together"),
         ({"distributed_executor_backend": "external_launcher"}, "--distributed-executor-backend does not go"),
         ({"distributed_executor_backend": "uni"}, "does not go together with --distributed-executor-backend uni"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from quire.schedule import ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
 from tests.engine.harness import Prompt, run
 from tests.engine.ranks import started
-from tests.engine.test_rank_processes import _children, in_processes, process_of, wait_for
+from tests.engine.test_rank_processes import EXPERTS, _children, in_processes, process_of, wait_for
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -79,25 +81,31 @@ def test_a_rank_that_stands_still_in_a_step(share: str, monkeypatch: pytest.Monk
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("is_behind", "what"),
-    [
-        (
-            False,
-            r"^Rank 0 cannot go on with a step: rank 1 did not come within 3 s \(--distributed-timeout-seconds\)\. "
-            r"Rank 1 \(process \d+ on .+\) has not begun step \d+",
-        ),
-        (
-            True,
-            r"^Rank 1 of 2 \(process \d+ on .+\) has computed step \d+, and does not answer, and has made no progress "
-            r"for 3 s \(--distributed-timeout-seconds\)",
-        ),
-    ],
+HAS_NOT_COME = (
+    r"^Rank 0 cannot go on with a step: rank 1 did not come within 3 s \(--distributed-timeout-seconds\)\. "
+    r"Rank 1 \(process \d+ on .+\) has not begun step \d+"
 )
-def test_a_rank_that_hangs_beside_its_exchanges(is_behind: bool, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first one of a step, where the other rank notices it, and behind the last one, where none does."""
+DOES_NOT_ANSWER = (
+    r"^Rank 1 of 2 \(process \d+ on .+\) has computed step \d+, and does not answer, and has made no progress "
+    r"for 3 s \(--distributed-timeout-seconds\)"
+)
+
+
+@pytest.mark.parametrize(
+    ("is_behind", "has_lanes", "what"),
+    [(False, False, HAS_NOT_COME), (True, False, HAS_NOT_COME), (True, True, DOES_NOT_ANSWER)],
+)
+def test_a_rank_that_hangs_beside_its_exchanges(
+    is_behind: bool, has_lanes: bool, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before the first one of a step, or behind the last one. There the other rank notices it in the next step. If the
+    rank samples for a lane of its own, none does, but its answer is waited for.
+    """
     monkeypatch.setattr(rank_spawn, "PROGRAM", ("-c", HANGING.format(is_behind=is_behind)))
-    engine = in_processes(tensor_parallel_size=2, distributed_timeout_seconds=LIMIT)
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    lanes = {"data_parallel_size": 2, "enable_expert_parallel": True, "max_model_len": 128, "load_format": "dummy"}
+    folder, sizes = (tmp_path, lanes) if has_lanes else (None, {"tensor_parallel_size": 2})
+    engine = in_processes(folder, distributed_timeout_seconds=LIMIT, **sizes)
     check_that_it_is_named(engine, what)
     engine.core.shutdown()
     assert wait_for(lambda: not _children())

@@ -18,8 +18,11 @@ from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.lanes import Lanes
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.proposer import Proposer
 from quire.scheduler.queue import ORDER_KEYS
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import Speculation
+from tests.guesser import Guesser
 from tests.scheduler.driver import VOCAB_SIZE, expected, request
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
@@ -35,6 +38,7 @@ class Engine:
         failure: Callable[[ScheduledBatch], Exception | None] = lambda batch: None,
         on_begun: OnBegun = lambda request_ids: None,
         adapters: Callable[[], AdapterTurns | None] = lambda: None,
+        proposer: Proposer | None = None,
         **limits: Any,
     ) -> None:
         bounds = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 60} | limits
@@ -50,6 +54,7 @@ class Engine:
                         enable_prefix_caching=True,
                     ),
                     adapters=adapters(),
+                    speculation=None if proposer is None else Speculation(proposer, 3, waits=True),
                     clock=lambda: 0.0,
                 )
                 for _ in range(num_lanes)
@@ -122,6 +127,29 @@ def test_requests_get_their_tokens_in_any_lane(depth: int) -> None:
         assert all(own.lane_tokens == counts for own in batch.lanes)
         assert batch.num_tokens == sum(counts) > 0
     assert any(not own.request_ids for batch in engine.batches for own in batch.lanes), "no lane was idle"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_each_lane_drafts_for_its_requests(depth: int) -> None:
+    """The tokens of a lane count with its drafts. An engine counts the drafts of all lanes."""
+    guesser = Guesser(0.6, vocab_size=VOCAB_SIZE)
+    engine = Engine(3, depth, proposer=guesser)
+    messages = {f"r{index}": request(f"r{index}", [index % 3] * (5 + 2 * index), 12) for index in range(7)}
+    guesser.continuation_of = lambda name: expected(messages[name])[0]
+    engine.add(*messages.values())
+    num_drafts = num_held = 0
+    while engine.core.has_work():
+        engine.step()
+        if (record := engine.core.last_record) is not None:
+            num_drafts += record.num_draft_tokens
+            num_held += sum(record.accepted_per_position)
+            assert sum(record.accepted_per_position) == record.num_accepted_tokens
+    assert {name: engine.tokens(name) for name in messages} == {name: expected(messages[name])[0] for name in messages}
+    drafted = [[sum(map(len, own.draft_token_ids)) for own in batch.lanes] for batch in engine.batches]
+    assert num_drafts == sum(map(sum, drafted)) > num_held > 5
+    assert any(sum(map(bool, of_lanes)) > 1 for of_lanes in drafted), "lanes have drafted in turns"
+    for batch in engine.batches:
+        assert all(own.lane_tokens == [sum(each.num_scheduled_tokens) for each in batch.lanes] for own in batch.lanes)
 
 
 def test_adapters_take_turns_in_all_lanes_together() -> None:

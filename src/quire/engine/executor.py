@@ -124,9 +124,10 @@ class ThreadExecutor(InlineExecutor):
         self._loads = loads or [nullcontext()] * len(workers)
         self._queuing: set[int] = set()  # the ranks that have to wait until others have read their weights
         self._timeout_seconds = timeout_seconds
-        self._awaited: Sequence[Future[StepResult]] = ()  # the results of the step that is waited for
+        self._awaited: Sequence[_Step] = ()  # the results of the step that is waited for
         self._given_up: set[int] = set()
         self._looks: list[Future[None]] = []  # see check_alive
+        self._behind: Sequence[_Step] = ()  # see _Led
         start_time = time.monotonic() if start_time is None else start_time
         self._ready_by = start_time + envs.ENGINE_READY_TIMEOUT_S.get()
         self._threads = [WorkerThread(f"quire-worker-{rank}") for rank in range(len(workers))]
@@ -154,8 +155,51 @@ class ThreadExecutor(InlineExecutor):
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         if self._runs_ahead:
             return _Ahead(self, self._on_threads(lambda worker: worker.submit(batch)), batch.step_id)
-        steps = self._on_threads(lambda worker: worker.execute(batch))
-        return steps[0] if len(steps) == 1 else _AllRanks(steps, batch.step_id, self.await_all)
+        first, *others = self._begin([batch] * len(self.workers))
+        return _Led(first, others, self.take_in_led) if others else first
+
+    def _begin(self, batches: Sequence[ScheduledBatch]) -> list[_Step]:
+        """Let all ranks compute a step. There is a batch for each rank.
+
+        Other processes are told here: their threads would wait for Python's lock, which the first rank's thread holds.
+        """
+        begun = [
+            worker.begin(batch) if thread.is_idle else None
+            for thread, worker, batch in zip(self._threads, self.workers, batches, strict=True)
+        ]
+        return [
+            thread.submit(worker.execute, batch) if step is None else _Begun(step)
+            for thread, worker, batch, step in zip(self._threads, self.workers, batches, begun, strict=True)
+        ]
+
+    def _heard(self, steps: Sequence[_Step]) -> list[Future[StepResult]]:
+        """The same steps, of all ranks or of the first ones. The ranks' threads wait for them."""
+        return [
+            thread.submit(step.result) if isinstance(step, _Begun) else step
+            for thread, step in zip(self._threads, steps, strict=False)
+        ]
+
+    def take_in_led(self, first: _Step, others: Sequence[_Step]) -> StepResult:
+        """See _Led."""
+        before, self._behind = self._behind, ()
+        for step in before:
+            if isinstance(step, _Begun):
+                step.next_step = first
+        ended: Sequence[_Step] = [first, *before]
+        self._await(ended)
+        if first.exception() is not None or not all(thread.is_idle for thread in self._threads[1:]):
+            ended = self._heard(ended)
+        if first.exception() is not None:
+            ended = self._heard([first, *others])
+        self.await_all(ended)
+        try:
+            results = _results(ended)
+        except Exception:
+            self.await_all(self._heard([first, *others]))
+            raise
+        self._behind = others
+        results[0].ranks = tuple(each.ranks[0] for each in results if each.ranks)
+        return results[0]
 
     def take_in(self, launches: Sequence[Future[Pending[StepResult]]]) -> list[Future[StepResult]]:
         """Take in the results of a step on all threads. Steps that were submitted meanwhile are launched before."""
@@ -181,11 +225,18 @@ class ThreadExecutor(InlineExecutor):
             thread.shutdown(wait=rank not in self._given_up)
         super().shutdown()
 
-    def await_all(self, steps: Sequence[Future[StepResult]]) -> None:
+    def await_all(self, steps: Sequence[_Step]) -> None:
         """Wait until the step has ended on all ranks.
 
         Raises EngineDeadError if it does not end, or if a rank has failed that has answered before.
         """
+        self._await(steps)
+        dead = [step.exception() for step in steps if _is_dead(step)]
+        if dead and all(isinstance(error, PeerLostError) for error in dead):
+            self.check_alive()  # the rank that has failed says why
+
+    def _await(self, steps: Sequence[_Step]) -> None:
+        """Wait until these are done: one of each rank. Raises EngineDeadError if one does not end."""
         self._awaited = steps
         patience: _Patience | None = None
         for step in steps:
@@ -197,11 +248,8 @@ class ThreadExecutor(InlineExecutor):
                 if patience.is_over(steps, self.workers[0].whereabouts()):
                     self._give_up(steps)
         self._awaited = ()
-        dead = [step.exception() for step in steps if _is_dead(step)]
-        if dead and all(isinstance(error, PeerLostError) for error in dead):
-            self.check_alive()  # the rank that has failed says why
 
-    def _give_up(self, steps: Sequence[Future[StepResult]]) -> None:
+    def _give_up(self, steps: Sequence[_Step]) -> None:
         """Raise EngineDeadError for a rank that has failed, or for ranks that are late."""
         late = self.late_ranks()
         self._given_up = {rank for rank, step in enumerate(steps) if not step.done()}
@@ -266,11 +314,8 @@ class LanesExecutor(ThreadExecutor):
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         width = len(self.workers) // len(batch.lanes)
-        steps = [
-            thread.submit(worker.execute, batch.lanes[rank // width])
-            for rank, (thread, worker) in enumerate(zip(self._threads, self.workers, strict=True))
-        ]
-        return _AllRanks(steps, batch.step_id, self.await_all, width)
+        steps = self._begin([batch.lanes[rank // width] for rank in range(len(self.workers))])
+        return _AllRanks(self._heard(steps), batch.step_id, self.await_all, width)
 
 
 class _Ahead:
@@ -298,6 +343,62 @@ class _Noted:
         result = self._pending.result()
         self._note(result)
         return result
+
+
+class _Begun:
+    """A step of a rank that was begun: see Worker.begin. Its methods are those of a Future, but none waits.
+
+    Attributes:
+        next_step: the first rank's next step, when there is one.
+    """
+
+    def __init__(self, pending: Pending[StepResult]) -> None:
+        self._pending = pending
+        self._outcome: StepResult | Exception | None = None
+        self.next_step: _Step | None = None
+
+    def done(self) -> bool:
+        return self.next_step is not None and self.next_step.done()
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        try:
+            self.result()
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> StepResult:
+        if self._outcome is None:
+            try:
+                self._outcome = self._pending.result()
+            except Exception as error:
+                self._outcome = error
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
+_Step = Future[StepResult] | _Begun
+
+
+class _Led:
+    """A step of several ranks that the first one leads: only its result counts, and only it is waited for.
+
+    When it has ended the step, the others have computed it too: they were in its last exchange. They answer meanwhile,
+    and their answers are read with the next step. An error that one of them had behind that exchange comes with that
+    step. If the first one has failed, the others are waited for, because they may know why.
+
+    Args:
+        take_in: the method of the executor that waits for the first rank's step.
+    """
+
+    def __init__(
+        self, first: _Step, others: Sequence[_Step], take_in: Callable[[_Step, Sequence[_Step]], StepResult]
+    ) -> None:
+        self._first, self._others, self._take_in = first, others, take_in
+
+    def result(self) -> StepResult:
+        return self._take_in(self._first, self._others)
 
 
 class _AllRanks:
@@ -333,7 +434,7 @@ class _Patience:
         self._timeout_seconds, self._since = timeout_seconds, time.monotonic()
         self._seen: tuple[object, ...] = ()
 
-    def is_over(self, steps: Sequence[Future[StepResult]], whereabouts: tuple[object, ...]) -> bool:
+    def is_over(self, steps: Sequence[_Step], whereabouts: tuple[object, ...]) -> bool:
         ended = [step.done() for step in steps]
         if self._seen != (seen := (ended, whereabouts)):
             self._seen, self._since = seen, time.monotonic()
@@ -341,7 +442,7 @@ class _Patience:
         return time.monotonic() - self._since > limit
 
 
-def _is_dead(step: Future[StepResult]) -> bool:
+def _is_dead(step: _Step) -> bool:
     return step.done() and isinstance(step.exception(), EngineDeadError)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections import deque
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from quire.distributed.shared_memory import ranks_on
 from quire.engine.rank_messages import (
@@ -113,24 +113,22 @@ def _read_adapters(worker: DeviceWorker, loads: _Loads, connection: Connection) 
             connection.send_bytes(encode(answer))
 
 
-def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
-    """Pass the orders of the first rank on. End the process when the first rank is gone.
-
-    The main thread cannot end it, because it may wait for the first rank.
-    """
-    while True:
-        try:
-            frames.put(connection.recv_bytes(MOST_MESSAGE_BYTES))
-        except (EOFError, OSError):
-            os._exit(0)
+def _end_with(descriptor: int) -> None:
+    """End the process when the connection to the first rank ends. The main thread may be waiting for the first rank."""
+    poll = select.poll()
+    poll.register(descriptor, getattr(select, "POLLRDHUP", select.POLLHUP))
+    poll.poll()
+    os._exit(0)
 
 
-def _next_order(frames: SimpleQueue[bytes], seconds: float | None) -> ToRank | None:
-    """Wait for an order, at most `seconds`. None: there is none."""
+def _next_order(connection: Connection, seconds: float | None) -> ToRank | None:
+    """Wait for an order, at most `seconds`. None: there is none. The process ends with the connection."""
     try:
-        return decode_to_rank(frames.get(timeout=seconds))
-    except Empty:
-        return None
+        if seconds is not None and not connection.poll(seconds):
+            return None
+        return decode_to_rank(connection.recv_bytes(MOST_MESSAGE_BYTES))
+    except (EOFError, OSError):
+        os._exit(0)
 
 
 def obey(launch: RankLaunch) -> None:
@@ -139,8 +137,8 @@ def obey(launch: RankLaunch) -> None:
     A rank that does not sample does not wait for its device in a step. If it hears of a failure while it has no order,
     it sends the error without being asked.
     """
-    connection, frames = Connection(launch.connection), SimpleQueue[bytes]()
-    threading.Thread(target=_listen, args=(connection, frames), name="first rank", daemon=True).start()
+    connection = Connection(launch.connection)
+    threading.Thread(target=_end_with, args=(launch.connection,), name="first rank", daemon=True).start()
     if launch.dies_with_parent:
         die_with_parent()
     if launch.cpus:
@@ -153,7 +151,7 @@ def obey(launch: RankLaunch) -> None:
         reading = (worker, loads, Connection(launch.adapters))
         threading.Thread(target=_read_adapters, args=reading, name="adapters", daemon=True).start()
     while True:
-        message = _next_order(frames, IDLE_SECONDS if worker.is_behind else None)
+        message = _next_order(connection, IDLE_SECONDS if worker.is_behind else None)
         try:
             if message is None:
                 worker.catch_up()

@@ -11,9 +11,8 @@ import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -64,6 +63,7 @@ from quire.worker.worker import DeviceWorker
 LOOK_SECONDS = 0.25  # seconds between two checks of a process
 CLOSE_SECONDS = 5.0  # the time in which a process may end by itself
 SAY_SECONDS = 1.0  # the time in which a node or a rank can say why it ends
+MOST_BEGUN_BYTES = 16 << 10  # of an order: the system takes as many bytes although the rank hangs
 
 logger = get_logger(__name__)
 
@@ -187,8 +187,8 @@ class OtherRank(ABC):
     ) -> None:
         self._rank, self._failing, self._connection, self.adapters = rank, failing, connection, adapters
         self._name, self._report, self._num_loads = rank_name(rank, grid), "", 0
-        self._num_unheard = 0  # steps whose answers are on their way
-        self._heard: deque[Answer | Failed] = deque()  # answers of steps that nobody has asked for yet
+        self._num_told = self._num_heard = 0  # steps that it was told of, and answers to them
+        self._heard: dict[int, Answer | Failed] = {}  # the answers that nobody has asked for yet, by their number
 
     @abstractmethod
     def _is_lost(self) -> bool:
@@ -203,11 +203,9 @@ class OtherRank(ABC):
         if self._is_lost():
             raise EngineDeadError(self._end())
         while self._has_said():
-            answer = self._next(self._connection)
-            _checked(answer)
-            assert self._num_unheard, "an answer without an order"
-            self._heard.append(answer)
-            self._num_unheard -= 1
+            assert self._num_heard < self._num_told, "an answer without an order"
+            self._hear_steps(self._num_heard + 1)
+            _checked(self._heard[self._num_heard - 1])
         if self._failing.failed_rank == self._rank:
             cause = self._failing.cause
             raise EngineDeadError(f"{self.describe()} has failed{cause and f': {cause}'}")
@@ -254,19 +252,28 @@ class OtherRank(ABC):
     def capture(self) -> None:
         self.ask(Capture())
 
+    def begin(self, batch: ScheduledBatch) -> Pending[StepResult] | None:
+        """See Worker."""
+        return None
+
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """See Worker. The result has no tokens if the rank does not sample."""
         return self.submit(batch).result()
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        self.say(self._connection, Execute(batch))
-        self._num_unheard += 1
-        return _StepOfOther(self, batch.step_id)
+        return self._tell(encode(Execute(batch)), batch.step_id)
 
-    def hear_step(self, step_id: int) -> StepResult:
-        """Wait for the result of the oldest step that was submitted."""
-        self._hear_steps(1)
-        answer = _checked(self._heard.popleft())
+    def _tell(self, order: bytes, step_id: int) -> Pending[StepResult]:
+        """Send the order for a step."""
+        with self._is_there():
+            self._connection.send_bytes(order)
+        self._num_told += 1
+        return _StepOfOther(self, step_id, self._num_told - 1)
+
+    def hear_step(self, step_id: int, number: int) -> StepResult:
+        """Wait for the result of a step. `number`: of how many steps the rank was told before."""
+        self._hear_steps(number + 1)
+        answer = _checked(self._heard.pop(number))
         return answer.result or StepResult(step_id, [], ranks=answer.ranks)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
@@ -284,14 +291,14 @@ class OtherRank(ABC):
     def ask(self, message: ToRank) -> Answer:
         """Send an order and wait for its answer. The answers of steps in flight come before; `hear_step` gives them."""
         self.say(self._connection, message)
-        self._hear_steps(len(self._heard) + self._num_unheard)
+        self._hear_steps(self._num_told)
         return self.hear(self._connection)
 
     def _hear_steps(self, count: int) -> None:
-        """Have at least `count` answers of steps, or those of all steps in flight."""
-        while self._num_unheard and len(self._heard) < count:
-            self._heard.append(self._next(self._connection))
-            self._num_unheard -= 1
+        """Have the answers of the first `count` steps."""
+        while self._num_heard < count:
+            self._heard[self._num_heard] = self._next(self._connection)
+            self._num_heard += 1
 
     def say(self, connection: Connection, message: ToRank) -> None:
         with self._is_there():
@@ -326,11 +333,11 @@ def _checked(answer: Answer | Failed) -> Answer:
 class _StepOfOther:
     """A step that another process computes."""
 
-    def __init__(self, rank: OtherRank, step_id: int) -> None:
-        self._rank, self._step_id = rank, step_id
+    def __init__(self, rank: OtherRank, step_id: int, number: int) -> None:
+        self._rank, self._step_id, self._number = rank, step_id, number
 
     def result(self) -> StepResult:
-        return self._rank.hear_step(self._step_id)
+        return self._rank.hear_step(self._step_id, self._number)
 
 
 class RankProcess(OtherRank):
@@ -353,6 +360,16 @@ class RankProcess(OtherRank):
         watch = (self._process, self._rank, self._name, failing, self._is_closing)
         self._watching = threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True)
         self._watching.start()
+
+    def begin(self, batch: ScheduledBatch) -> Pending[StepResult] | None:
+        """See Worker. None: the order is long, so sending it may have to wait; or the rank is lost, as `execute` says.
+
+        A rank answers an order before it takes the next one, and on one machine an answer is there at once.
+        """
+        if len(order := encode(Execute(batch))) <= MOST_BEGUN_BYTES:
+            with suppress(EngineDeadError):
+                return self._tell(order, batch.step_id)
+        return None
 
     def give_up(self) -> None:
         """See Worker. The process may hang, so it is ended too."""

@@ -29,6 +29,7 @@ class WorkerThread:
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._lock = Lock()  # so that no task is submitted after the end
+        self._last: Future[Any] | None = None  # the result of the last task
         self._thread = Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._tasks.put, None).atexit = False
@@ -41,7 +42,13 @@ class WorkerThread:
             if self not in _at_work:
                 raise RuntimeError("the thread was told to end")
             self._tasks.put((future, partial(function, *args, **kwargs)))
+            self._last = future
         return future
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has done all that was submitted."""
+        return self._last is None or self._last.done()
 
     def shutdown(self, wait: bool = True) -> None:
         """End after the submitted work. With wait=False the thread is given up, and the program ends without it."""

@@ -17,8 +17,27 @@ from quire.schedule import EvictedBlock, LaneUse, ScheduledBatch, StepResult
 from quire.scheduler.blame import culprits
 from quire.scheduler.limits import SchedulerLimits, check_queue
 from quire.scheduler.scheduler import Scheduler, ScheduleStats
+from quire.scheduler.speculation import DraftCounts, Speculation
 
 PROMPT_TOKENS_OF_A_REQUEST = 512  # this number of prompt tokens to compute counts as much work as a running request
+
+
+class LaneDrafts:
+    """The drafts of all lanes, for an EngineCore. Each lane decides about its own ones."""
+
+    def __init__(self, lanes: Sequence[Speculation]) -> None:
+        self._lanes = lanes
+
+    def drafter_seconds(self, drafts: Sequence[Sequence[int]]) -> float:
+        """See Speculation. No worker drafts."""
+        return 0.0
+
+    def take_counts(self) -> DraftCounts:
+        """See Speculation."""
+        total = DraftCounts()
+        for counts in (lane.take_counts() for lane in self._lanes):
+            total.join(counts)
+        return total
 
 
 class Lanes:
@@ -31,9 +50,8 @@ class Lanes:
 
     def __init__(self, lanes: Sequence[Scheduler]) -> None:
         self.lanes = tuple(lanes)
-        # No lane has drafts, because resolve refuses them with lanes. So the first lane's speculation stands for all.
         # An adapter is in the memory of all lanes or of none. So its requests take turns in all lanes together.
-        self.speculation, self.adapters = lanes[0].speculation, lanes[0].adapters
+        self.speculation, self.adapters = LaneDrafts([lane.speculation for lane in lanes]), lanes[0].adapters
         for lane in lanes:
             lane.others = tuple(other for other in lanes if other is not lane)
             lane.arrivals, lane.adapters = lanes[0].arrivals, self.adapters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from quire.logs import RateLimited, get_logger
 from quire.request import Request
@@ -36,6 +37,15 @@ class DraftCounts:
         accepted.extend([0] * (num_held - len(accepted)))
         for position in range(num_held):
             accepted[position] += 1
+
+    def join(self, other: DraftCounts) -> None:
+        """Add the counts of another lane."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_failures += other.num_failures
+        both = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
+        self.accepted_per_position = [own + its for own, its in both]
 
 
 @dataclass(slots=True)

@@ -284,11 +284,10 @@ class InputBatch:
         slots_S: NDArray[np.int32] | None = self._adapter_slots_C[rows_S] if self._num_with_adapter else None
         if slots_S is not None and slots_S.max(initial=-1) < 0:
             slots_S = None
-        if any(batch.draft_token_ids):
-            drafts = Drafts.of(batch.num_logits, batch.draft_token_ids)
-            return StepRows(rows_S, starts_S, lens_S, drafts.sampling_R, drafts, adapter_slots_S=slots_S)
-        sampling_R, lanes = np.flatnonzero(batch.num_logits), batch.lane_tokens
-        return StepRows(rows_S, starts_S, lens_S, sampling_R, adapter_slots_S=slots_S, lane_tokens=lanes)
+        drafts = Drafts.of(batch.num_logits, batch.draft_token_ids) if any(batch.draft_token_ids) else None
+        sampling_R = np.flatnonzero(batch.num_logits) if drafts is None else drafts.sampling_R
+        lanes = batch.lane_tokens
+        return StepRows(rows_S, starts_S, lens_S, sampling_R, drafts, adapter_slots_S=slots_S, lane_tokens=lanes)
 
     def stage(
         self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None

@@ -198,6 +198,9 @@ class DeviceWorker:
         with nullcontext() if self.adapters is None else self.adapters.beside_step():
             return self.runner.submit(batch)
 
+    def begin(self, batch: ScheduledBatch) -> None:
+        """See Worker. This rank computes where it is called."""
+
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """See Worker. If this rank does not sample, nobody waits for its results, so its device may compute behind it.
 
