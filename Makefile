@@ -71,7 +71,7 @@ test-sanitize: $(VENV)/.installed-dev  ## the tests of what is compiled with Add
 	$(BIN)/cmake --build $(SANITIZED)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		QUIRE_SANITIZED=1 QUIRE_OTHER_EXTENSION=$(SANITIZED) $(BIN)/python -m pytest -q -p tests.other_extension tests/kernels \
-		tests/distributed tests/spec_decode --ignore=tests/kernels/triton $(ARGS)
+		tests/distributed tests/spec_decode tests/cost/test_running_steps.py --ignore=tests/kernels/triton $(ARGS)
 
 EVEX_VNNI := build/evex_vnni
 
