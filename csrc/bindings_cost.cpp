@@ -39,11 +39,9 @@ LayersOfKind layers_of(const Kind& kind) {
 template <class... Fields>
 nb::object named_tuple(nb::handle type, Fields&&... fields) {
   auto* const of_type = reinterpret_cast<PyTypeObject*>(type.ptr());
-  std::array<nb::object, sizeof...(Fields)> all{nb::cast(std::forward<Fields>(fields))...};
-  nb::object made = nb::steal(of_type->tp_alloc(of_type, sizeof...(Fields)));
+  const nb::tuple arguments = nb::make_tuple(nb::make_tuple(std::forward<Fields>(fields)...));
+  nb::object made = nb::steal(PyTuple_Type.tp_new(of_type, arguments.ptr(), nullptr));
   if (!made.is_valid()) throw nb::python_error();
-  for (size_t i = 0; i < all.size(); ++i)
-    PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), all[i].release().ptr());
   return made;
 }
 
@@ -52,6 +50,8 @@ nb::tuple tuple_of(const std::vector<int64_t>& numbers) { return nb::tuple(nb::c
 using CountProducts = nb::typed<nb::callable, std::tuple<double, double, double>(int64_t, int64_t, int64_t)>;
 using ReadingShare = nb::typed<nb::callable, double(int)>;
 using Numbers = nb::typed<nb::list, int64_t>;
+
+constexpr int64_t kMostTokens = 1 << 27;  // of a row: sums of a step of 256 rows fit into 64 bits
 
 // The numbers of each row are read where they lie: a vector of them would be one more thing to write.
 int64_t number_at(const Numbers& numbers, size_t row) {
@@ -89,7 +89,12 @@ class CorrectedSteps {
     const size_t num_rows = counts.size();
     if (starts.size() != num_rows) refuse(starts.size(), " starts for ", num_rows, " rows");
     predictor_.begin_load(num_logits, other_tokens);
-    for (size_t row = 0; row < num_rows; ++row) predictor_.add_row(number_at(starts, row), number_at(counts, row));
+    for (size_t row = 0; row < num_rows; ++row) {
+      const int64_t start = number_at(starts, row), count = number_at(counts, row);
+      if (start < 0 || count < 1 || start > kMostTokens || count > kMostTokens)
+        refuse("a row of ", count, " tokens after ", start);
+      predictor_.add_row(start, count);
+    }
     const StepLoad& load = predictor_.load();
     return {named_tuple(load_type_, load.num_tokens, load.num_rows, load.num_logits, tuple_of(load.kv_tokens),
                         tuple_of(load.pairs), load.other_tokens),

@@ -30,7 +30,7 @@ def is_used() -> bool:
 def how_to_build() -> str:
     """Advice on how to build the kernels: `make` in a checkout, else pip."""
     compiler = "Install a C++20 compiler (g++ 12 or clang 15), then run"
-    checkout = Path(__file__).resolve().parents[2]  # the folder above src/quire/kernels
+    checkout = Path(__file__).resolve().parents[2]  # the folder above src
     if (checkout / "CMakeLists.txt").is_file():
         return f"{compiler} `make setup` in {checkout}"
     # --no-cache-dir: pip may have kept a wheel that it built without a compiler.

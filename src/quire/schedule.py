@@ -233,10 +233,11 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     step_seconds: float = 0.0
     draft_seconds: float = 0.0  # the part of step_seconds that a drafter in the worker took
     has_captured: bool = False  # see StepResult
-    # The prediction of step_seconds without draft_seconds, see cost.step_time.StepTime; 0: there was none.
+    # The prediction, without draft_seconds: see cost.step_time.StepTime; 0: there was none.
     predicted_seconds: float = 0.0
     predicted_low_seconds: float = 0.0
     predicted_high_seconds: float = 0.0
+    timed_seconds: float = 0.0  # the time that was predicted; 0: no prediction, or a captured step, which takes longer
     bound: str = ""
     # See cost.arithmetic.Load; tuples have one entry per kind of layer.
     num_logits: int = 0

@@ -101,6 +101,9 @@ def test_what_would_lead_outside_of_memory_is_refused() -> None:
     steps = running_steps(arithmetic, Fit(CONSTANTS, 0.1))
     with pytest.raises(ValueError, match="3 starts for 1 rows"):
         steps.predict_rows([0, 0, 0], [1], 1, 0, 0.0)
+    for start, count in ((-1, 1), (0, 0), (0, 1 << 28), (1 << 28, 1)):
+        with pytest.raises(ValueError, match=f"a row of {count} tokens after {start}"):
+            steps.predict_rows([start], [count], 1, 0, 0.0)
     with pytest.raises(ValueError, match="other kinds of layers"):
         steps.predict(Load(1, 1, 1, (1,), (1,)), 0.0)
     for size in (-1, 65):

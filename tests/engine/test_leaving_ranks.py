@@ -14,7 +14,7 @@ import pytest
 from quire.engine import executor, rank_spawn, ranks
 from quire.errors import EngineDeadError
 from quire.kernels import cpu
-from quire.schedule import StepResult
+from quire.schedule import ScheduledBatch, StepResult
 from tests.engine.harness import run
 from tests.engine.test_rank_processes import ENDLESS, in_processes, wait_for
 
@@ -73,17 +73,15 @@ class Noted:
         self.times: dict[int, list[float]] = {}
         self.steps: list[Future[StepResult]] = []
         self.is_over = False
-        heard = executor.ThreadExecutor._heard  # a step that has failed is waited for on all threads
+        self.begun: list[tuple[int, Any]] = []  # the steps of the ranks that were not asked how they ended
+        begin = executor.ThreadExecutor._begin
 
-        def noting(running: executor.ThreadExecutor, steps: Sequence[Any]) -> list[Future[StepResult]]:
-            found = heard(running, steps)
-            for rank, step in enumerate(found):
-                if rank != FAULTY and step not in self.steps:
-                    self.steps.append(step)
-                    step.add_done_callback(lambda step, rank=rank: self._note(rank, step))  # type: ignore[misc]
-            return found
+        def noting(running: executor.ThreadExecutor, batches: Sequence[ScheduledBatch]) -> Sequence[Any]:
+            self._threads, steps = running._threads, begin(running, batches)
+            self.begun += [(rank, step) for rank, step in enumerate(steps) if rank != FAULTY]
+            return steps
 
-        monkeypatch.setattr(executor.ThreadExecutor, "_heard", noting)
+        monkeypatch.setattr(executor.ThreadExecutor, "_begin", noting)
 
     def _note(self, rank: int, step: Future[StepResult]) -> None:
         if step.exception() is not None and not self.is_over:
@@ -91,6 +89,11 @@ class Noted:
 
     def have_left(self, ranks: set[int]) -> bool:
         """Whether these ranks have left a step, and none of them is in a step."""
+        while self.begun:
+            rank, step = self.begun.pop()
+            future = step if isinstance(step, Future) else self._threads[rank].submit(step.result)
+            self.steps.append(future)
+            future.add_done_callback(lambda step, rank=rank: self._note(rank, step))  # type: ignore[misc]
         return self.times.keys() == ranks and all(step.done() for step in self.steps)
 
 

@@ -21,7 +21,7 @@ from quire.engine import executor
 from quire.engine.bring_up import _loads, bring_up, least_facts
 from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.engine.start import StartedEngine, start_engine
-from quire.errors import ConfigError, EngineDeadError, WeightsError
+from quire.errors import ConfigError, EngineDeadError, PeerLostError, WeightsError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
@@ -397,21 +397,33 @@ def test_a_rank_beside_the_first_is_told_at_once_and_heard_with_the_next_step() 
     executor.shutdown()
 
 
-def test_an_error_behind_the_last_exchange_comes_with_the_next_step() -> None:
-    """All ranks have computed that step too, and their answers are not taken for those of later steps."""
+def test_an_error_behind_a_step_ends_no_request_of_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
+    """All ranks have computed both steps, and answers are not taken for those of later steps."""
     first, other = NotedWorker(), Beside(None, OSError("no room"), None, None)
     executor = ThreadExecutor([first, other])
-    for step in (0, 1):
-        executor.submit(ScheduledBatch(step, ["a"])).result()
-    with pytest.raises(RuntimeError, match="Worker 2 of 2 failed: OSError: no room"):
-        executor.submit(ScheduledBatch(2, ["a"])).result()
-    assert other.heard == [0, 1, 2]
-    assert executor.submit(ScheduledBatch(3, ["a"])).result().token_ids
+    for step in range(4):
+        assert executor.submit(ScheduledBatch(step, ["a"])).result().token_ids
+        assert other.heard == list(range(step))
+        assert ("worker 2 of 2 failed behind a step: no room" in caplog.text) == (step > 1)
     executor.shutdown()
 
 
-def test_if_the_first_rank_fails_the_others_say_why() -> None:
-    first, other = NotedWorker(), Beside(None, None, RowsFailedError(["a"], "bad row"), None)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_is_lost_behind_a_step_says_why_with_the_next_one(fails: bool) -> None:
+    lost, is_gone = EngineDeadError("The GPU reports an error: it is gone"), EngineDeadError("Rank 1 has ended")
+    first, other = NotedWorker(), Beside(None, lost, is_gone)
+    executor = ThreadExecutor([first, other])
+    for step in (0, 1):
+        executor.submit(ScheduledBatch(step, ["a"])).result()
+    if fails:
+        first.failing, first.error = "execute", PeerLostError("rank 1 has failed")
+    with pytest.raises(EngineDeadError, match="it is gone"):
+        executor.submit(ScheduledBatch(2, ["a"])).result()
+    executor.shutdown()
+
+
+def test_if_the_first_rank_fails_the_others_say_why(caplog: pytest.LogCaptureFixture) -> None:
+    first, other = NotedWorker(), Beside(None, OSError("no room"), RowsFailedError(["a"], "bad row"), None)
     executor = ThreadExecutor([first, other])
     for step in (0, 1):
         executor.submit(ScheduledBatch(step, ["a"])).result()
@@ -419,6 +431,7 @@ def test_if_the_first_rank_fails_the_others_say_why() -> None:
     with pytest.raises(RowsFailedError, match="bad row"):
         executor.submit(ScheduledBatch(2, ["a"])).result()
     assert other.heard == [0, 1, 2]
+    assert "worker 2 of 2 failed behind a step: no room" in caplog.text
     executor.shutdown()
 
 
@@ -574,9 +587,9 @@ def test_two_ranks_give_the_tokens_of_one(is_async: bool) -> None:
     first, second = executor.workers
     assert isinstance(first, Rank)
     assert isinstance(second, Rank)
-    assert first.num_steps == second.num_steps > 10
     two.core.shutdown()
     one.core.shutdown()
+    assert first.num_steps == second.num_steps > 10
 
 
 def test_a_start_that_fails_late_closes_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,8 +612,8 @@ def test_a_start_that_fails_late_closes_the_ranks(monkeypatch: pytest.MonkeyPatc
     assert not [name for name in new if name.startswith("quire-worker")]
 
 
-def test_a_step_that_fails_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
-    """It is computed again by all ranks, from the same state: the tokens are the same as without a failure."""
+def test_a_rank_that_fails_behind_its_part_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    """All ranks have computed the step, so its tokens count, and the failure is logged."""
     engine = started(2)
     executor = engine.executor
     assert isinstance(executor, ThreadExecutor)
@@ -608,5 +621,5 @@ def test_a_step_that_fails_on_one_rank(caplog: pytest.LogCaptureFixture) -> None
     assert isinstance(second, Rank)
     second.fails_at = second.num_steps + 4
     assert run(engine.core, PROMPTS) == run(started(1).core, PROMPTS)
-    assert "Worker 2 of 2 failed: OSError: the link is down" in caplog.text
+    assert "worker 2 of 2 failed behind a step: the link is down" in caplog.text
     assert run(engine.core, PROMPTS, prefix="again") == run(started(1).core, PROMPTS)

@@ -14,7 +14,7 @@ from quire.errors import QueueFullError, TargetMissedError
 from quire.frontend.admission import MAX_RETRY_SECONDS, Admission
 from quire.frontend.stats import Targets
 from quire.messages import EngineReady, Pace, SetLimits
-from quire.schedule import StepRecord
+from quire.schedule import LaneUse, StepRecord
 from tests.examples import IS_FULL
 from tests.scheduler.driver import request
 from tests.scheduler.test_slo import NOISE, Timed
@@ -27,7 +27,7 @@ TTFT, ITL, ATTAINMENT = 1.0, 0.05, 0.99
 
 def record(num_running: int, num_waiting: int, **fields: Any) -> StepRecord:
     zeros = {name: 0 for name in StepRecord.__struct_fields__ if not name.endswith("_seconds")}
-    pairs = {"kv_tokens": (), "pairs": (), "evicted_blocks": None}
+    pairs = {"kv_tokens": (), "pairs": (), "evicted_blocks": None, "lanes": ()}
     return StepRecord(**{**zeros, **pairs, "num_running": num_running, "num_waiting": num_waiting, **fields})
 
 
@@ -54,6 +54,13 @@ def test_prompts_before_a_request_and_its_own_take_time() -> None:
     door.on_left("b")
     door.on_left("b")
     assert door.predicted_ttft(100) == pytest.approx(step + 0.1)
+
+
+def test_prompts_of_the_busiest_lane_have_a_share_of_its_step() -> None:
+    """The same step in the busier lane as below, and one with 20 prompt tokens in the other lane."""
+    door, uses = admission(), (LaneUse(60, 4, 0, 0), LaneUse(20, 0, 0, 0))
+    door.on_step(record(4, 0, num_prefill_tokens=80, num_decode_tokens=4, predicted_seconds=0.12, lanes=uses))
+    assert door._answer_seconds == pytest.approx(0.06)
 
 
 def test_prompts_have_a_share_of_each_step_beside_answers() -> None:
@@ -116,10 +123,15 @@ def test_a_refusal_says_the_interval_of_its_prediction_and_what_binds() -> None:
     """It is that of the newest step with a prediction. The time that has passed is certain."""
     door, step = admission(slo_ttft=0.5), {"predicted_seconds": 0.1, "predicted_high_seconds": 0.2}
     door.on_step(record(1, 0, num_prefill_tokens=64, **step, bound="memory"))
-    with pytest.raises(TargetMissedError, match=r"would come after 1s \(500ms to 2s, bound by memory\)\. Expected"):
+    with pytest.raises(
+        TargetMissedError, match=r"would come after 1s \(500ms to 2s; the newest step is bound by memory\)\. Expected"
+    ):
         door.check(900)
     door.on_step(record(1, 0, step_seconds=0.1, predicted_seconds=0.0, predicted_high_seconds=0.0))
-    with pytest.raises(TargetMissedError, match=r"would come after 1\.5s \(1s to 2\.5s, bound by memory\)\. Expected"):
+    with pytest.raises(
+        TargetMissedError,
+        match=r"would come after 1\.5s \(1s to 2\.5s; the newest step is bound by memory\)\. Expected",
+    ):
         door.check(900, waited=0.5)
 
 

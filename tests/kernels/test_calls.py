@@ -137,6 +137,7 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
 def structs() -> set[str]:
     """The structs that kernels are called by, without the text indexes of drafters and the memory of ranks."""
     others = {
+        "CorrectedSteps",
         "KernelCall",
         "NgramIndex",
         "SuffixIndex",

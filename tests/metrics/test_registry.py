@@ -201,7 +201,7 @@ KV_BLOCK_BUCKETS = [
 
 
 def test_predictions(metrics):
-    metrics.engines[0].on_step(record(predicted_seconds=0.01, step_seconds=0.015, draft_seconds=0.004))
+    metrics.engines[0].on_step(record(predicted_seconds=0.01, timed_seconds=0.011, step_seconds=0.5))
     metrics.engines[0].on_step(record(step_seconds=0.5))
     found = families(metrics)
     for name, value in (("quire_step_predicted_seconds", 0.01), ("quire_prediction_ratio", 1.1)):
@@ -212,8 +212,8 @@ def test_predictions(metrics):
 def test_steps_in_the_interval_of_their_prediction(metrics):
     interval = {"predicted_low_seconds": 0.008, "predicted_seconds": 0.01, "predicted_high_seconds": 0.0125}
     for seconds in (0.0079, 0.0081, 0.0124, 0.0126, 0.05):
-        metrics.engines[0].on_step(record(**interval, step_seconds=seconds + 0.25, draft_seconds=0.25))
-    metrics.engines[0].on_step(record(step_seconds=0.0))
+        metrics.engines[0].on_step(record(**interval, timed_seconds=seconds, step_seconds=0.01))
+    metrics.engines[0].on_step(record(**interval, step_seconds=0.01))  # it was captured
     samples = families(metrics)["quire_predicted_steps"].samples
     assert {each.labels["inside"]: each.value for each in samples if each.name.endswith("_total")} == {
         "true": 2,

@@ -100,9 +100,11 @@ def test_ceilings_are_those_of_the_products_that_run(
     measured = worker.measure()
     assert measured.ceilings == Ceilings(3e9, operations)
     assert read == [measured.memory.weight_bytes]
-    monkeypatch.setattr(devices, "free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(devices, "free_memory_bytes", lambda: 8 << 20)
     worker.measure()
-    assert read[1:] == [250]
+    assert read[1:] == [2 << 20]
+    monkeypatch.setattr(devices, "free_memory_bytes", lambda: 1000)
+    assert worker.measure().ceilings is None
 
 
 @needs_kernels

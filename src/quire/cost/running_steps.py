@@ -50,7 +50,10 @@ class RunningSteps(Protocol):
     def predict_rows(
         self, starts: list[int], counts: list[int], num_logits: int, other_tokens: int, further: float
     ) -> tuple[Load, StepTime]:
-        """See StepArithmetic.load, Load.other_tokens, and `predict`. Raises ValueError if a row has no count."""
+        """See StepArithmetic.load, Load.other_tokens, and `predict`. Rows have 1 to 2^27 tokens after 0 to 2^27 others.
+
+        The compiled class raises ValueError for other rows, and if a row has no count.
+        """
 
 
 def running_steps(arithmetic: StepArithmetic, fit: Fit) -> RunningSteps:

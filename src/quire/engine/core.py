@@ -330,10 +330,7 @@ class EngineCore:
         end = self._clock()
         self.last_record = self._record(step, result, end - arrived, end)
         if self.cost is not None and step.load is not None and step.predicted is not None and not result.has_captured:
-            # The prediction covers all stages, and with several stages steps overlap.
-            seconds = end - step.start_time if self.scheduler.num_stages > 1 else self.last_record.step_seconds
-            seconds -= self.last_record.draft_seconds
-            self.cost.observe(step.load, step.predicted.seconds, seconds, step.pause)
+            self.cost.observe(step.load, step.predicted.seconds, self.last_record.timed_seconds, step.pause)
         self._last_end_time = self._clock()  # the fit of the cost model takes time that belongs to no step
         return deltas
 
@@ -400,6 +397,10 @@ class EngineCore:
         if load is not None and predicted is not None:
             record.predicted_seconds, record.bound = predicted.seconds, predicted.bound
             record.predicted_low_seconds, record.predicted_high_seconds = predicted.low, predicted.high
+            if not result.has_captured:
+                # The prediction covers all stages, and with several stages steps overlap.
+                seconds = end - step.start_time if scheduler.num_stages > 1 else record.step_seconds
+                record.timed_seconds = seconds - record.draft_seconds
             if batch.lanes and self.cost is not None:  # the work of all
                 load = self.cost.arithmetic.load(
                     batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)

@@ -163,9 +163,9 @@ class ThreadExecutor(InlineExecutor):
 
         Other processes are told here: their threads would wait for Python's lock, which the first rank's thread holds.
         """
-        begun = [
+        begun = [None] + [
             worker.begin(batch) if thread.is_idle else None
-            for thread, worker, batch in zip(self._threads, self.workers, batches, strict=True)
+            for thread, worker, batch in zip(self._threads[1:], self.workers[1:], batches[1:], strict=True)
         ]
         return [
             thread.submit(worker.execute, batch) if step is None else _Begun(step)
@@ -185,21 +185,35 @@ class ThreadExecutor(InlineExecutor):
         for step in before:
             if isinstance(step, _Begun):
                 step.next_step = first
-        ended: Sequence[_Step] = [first, *before]
-        self._await(ended)
+        self._await([first, *before])
         if first.exception() is not None or not all(thread.is_idle for thread in self._threads[1:]):
-            ended = self._heard(ended)
-        if first.exception() is not None:
-            ended = self._heard([first, *others])
-        self.await_all(ended)
-        try:
-            results = _results(ended)
-        except Exception:
-            self.await_all(self._heard([first, *others]))
-            raise
-        self._behind = others
-        results[0].ranks = tuple(each.ranks[0] for each in results if each.ranks)
-        return results[0]
+            _, *before = self._heard([first, *before])
+            self._await([first, *before])
+        answers = self._answers(before)
+        if (is_lost := len(answers) < len(before)) or first.exception() is not None:
+            ended: list[_Step] = [*self._heard([first, *others])]
+            self.await_all(ended)
+            if is_lost:
+                ended[1 + len(answers)] = before[len(answers)]  # it says why
+            _results(ended)
+        self._behind, result = others, first.result()
+        result.ranks += tuple(each.ranks[0] for each in answers if each is not None and each.ranks)
+        return result
+
+    def _answers(self, steps: Sequence[_Step]) -> list[StepResult | None]:
+        """The answers of the other ranks to a step that the first one has ended, up to an error that ends the engine.
+
+        They have computed the step, so nothing else than such an error makes it fail. The answer is None then.
+        """
+        answers: list[StepResult | None] = []
+        for rank, step in enumerate(steps, 1):
+            error = step.exception()
+            if isinstance(error, EngineDeadError):
+                break
+            if error is not None:
+                logger.error("worker %d of %d failed behind a step: %s", rank + 1, len(self.workers), error)
+            answers.append(None if error is not None else step.result())
+        return answers
 
     def take_in(self, launches: Sequence[Future[Pending[StepResult]]]) -> list[Future[StepResult]]:
         """Take in the results of a step on all threads. Steps that were submitted meanwhile are launched before."""
@@ -346,7 +360,9 @@ class _Noted:
 
 
 class _Begun:
-    """A step of a rank that was begun: see Worker.begin. Its methods are those of a Future, but none waits.
+    """A step of a rank that was begun: see Worker.begin. Its methods are those of a Future.
+
+    `result` and `exception` wait without a limit. They do not wait if the next step has ended without an error.
 
     Attributes:
         next_step: the first rank's next step, when there is one.
@@ -384,9 +400,10 @@ _Step = Future[StepResult] | _Begun
 class _Led:
     """A step of several ranks that the first one leads: only its result counts, and only it is waited for.
 
-    When it has ended the step, the others have computed it too: they were in its last exchange. They answer meanwhile,
-    and their answers are read with the next step. An error that one of them had behind that exchange comes with that
-    step. If the first one has failed, the others are waited for, because they may know why.
+    When it has ended the step, the others have computed their parts of it: it needed all of them. They answer
+    meanwhile, and their answers are read with the next step. If one of them failed behind its part, that is logged, and
+    if it is lost, the next step fails. If the first one has failed, the others are waited for, because they may know
+    why.
 
     Args:
         take_in: the method of the executor that waits for the first rank's step.
@@ -443,7 +460,8 @@ class _Patience:
 
 
 def _is_dead(step: _Step) -> bool:
-    return step.done() and isinstance(step.exception(), EngineDeadError)
+    """Whether the rank is known to be lost; a step that was begun does not say so before its answer is read."""
+    return isinstance(step, Future) and step.done() and isinstance(step.exception(), EngineDeadError)
 
 
 class _AllLoads:

@@ -203,9 +203,14 @@ class OtherRank(ABC):
         if self._is_lost():
             raise EngineDeadError(self._end())
         while self._has_said():
-            assert self._num_heard < self._num_told, "an answer without an order"
-            self._hear_steps(self._num_heard + 1)
-            _checked(self._heard[self._num_heard - 1])
+            answer = self._next(self._connection)
+            if self._num_heard == self._num_told:
+                _checked(answer)  # only an error comes without an order
+                raise AssertionError("an answer without an order")
+            self._keep(answer)
+        for failed in (answer for answer in self._heard.values() if isinstance(answer, Failed)):
+            if isinstance(error := failed.error(), EngineDeadError):
+                raise error
         if self._failing.failed_rank == self._rank:
             cause = self._failing.cause
             raise EngineDeadError(f"{self.describe()} has failed{cause and f': {cause}'}")
@@ -297,8 +302,12 @@ class OtherRank(ABC):
     def _hear_steps(self, count: int) -> None:
         """Have the answers of the first `count` steps."""
         while self._num_heard < count:
-            self._heard[self._num_heard] = self._next(self._connection)
-            self._num_heard += 1
+            self._keep(self._next(self._connection))
+
+    def _keep(self, answer: Answer | Failed) -> None:
+        """Keep the answer to the oldest step that has none yet, for `hear_step`."""
+        self._heard[self._num_heard] = answer
+        self._num_heard += 1
 
     def say(self, connection: Connection, message: ToRank) -> None:
         with self._is_there():

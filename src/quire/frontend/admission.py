@@ -119,6 +119,8 @@ class Admission:
         seconds = record.predicted_seconds + record.draft_seconds if record.predicted_seconds else record.step_seconds
         prompts = record.num_prefill_tokens * pace.per_prompt_token
         prompts += max(record.pairs, default=0) * pace.per_prompt_pair if record.num_prefill_tokens else 0.0
+        if num_tokens := sum(lane.num_tokens for lane in record.lanes):  # the seconds are those of the busiest lane
+            prompts *= max(lane.num_tokens for lane in record.lanes) / num_tokens
         self._answer_seconds = max(seconds - prompts, 0.0) if record.num_decode_tokens else 0.0
         if record.predicted_seconds:
             self._spread = max(record.predicted_high_seconds / record.predicted_seconds, 1.0)
@@ -233,7 +235,7 @@ class Admission:
         seconds, interval = _whole(waited + predicted - target), ""
         if self._spread > 1:
             low, high = (shown_duration(waited + end) for end in (predicted / self._spread, predicted * self._spread))
-            interval = f" ({low} to {high}, bound by {self._bound})"
+            interval = f" ({low} to {high}; the newest step is bound by {self._bound})"
         error = TargetMissedError(
             f"The first token would come after {shown_duration(waited + predicted)}{interval}",
             expected=f"at most {shown_duration(target)} (slo_ttft)",

@@ -342,9 +342,9 @@ class EngineSeries:
         self._observe("vllm:iteration_tokens_total", record.num_prefill_tokens + record.num_sampled_tokens)
         if record.predicted_seconds:
             self._observe("quire_step_predicted_seconds", record.predicted_seconds)
-            seconds = record.step_seconds - record.draft_seconds
-            self._observe("quire_prediction_ratio", seconds / record.predicted_seconds)
-            is_inside = record.predicted_low_seconds <= seconds <= record.predicted_high_seconds
+        if record.timed_seconds:
+            self._observe("quire_prediction_ratio", record.timed_seconds / record.predicted_seconds)
+            is_inside = record.predicted_low_seconds <= record.timed_seconds <= record.predicted_high_seconds
             self._count("quire_predicted_steps", 1, "true" if is_inside else "false")
         self._count("vllm:prefix_cache_queries", record.prefix_cache_queries)
         self._count("vllm:prefix_cache_hits", record.prefix_cache_hits)

@@ -23,7 +23,7 @@ PROMPT_TOKENS_OF_A_REQUEST = 512  # this number of prompt tokens to compute coun
 
 
 class LaneDrafts:
-    """The drafts of all lanes, for an EngineCore. Each lane decides about its own ones."""
+    """The drafts of all lanes, for an EngineCore. Each lane decides about its own."""
 
     def __init__(self, lanes: Sequence[Speculation]) -> None:
         self._lanes = lanes

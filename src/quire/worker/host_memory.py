@@ -36,7 +36,7 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.recorded_steps import RecordedSteps
 
 PROFILE_TOKENS = 256  # tokens of the run that is timed
-READ_BYTES = 1 << 28  # more than the caches of most processors
+LEAST_READ_BYTES, READ_BYTES = 1 << 20, 1 << 28  # the second is more than the caches of most processors
 COUNTED_TOKENS = 16  # tokens of the run whose buffers are counted; buffers grow in proportion
 
 
@@ -72,7 +72,7 @@ class OnHost:
             drafter_weight_bytes=drafter_bytes,
             taken_bytes=devices.taken_memory_bytes() + mapped_bytes,
         )
-        return Measured(memory, num_tokens, step, _ceilings(model.config, memory, settings.model))
+        return Measured(memory, num_tokens, step, _ceilings(model.config, memory, settings.model, self._ranks))
 
     def runner(
         self,
@@ -161,21 +161,25 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None
     return buffer_bytes * budget // num_counted, num_tokens, Lap(seconds, waited)
 
 
-def _ceilings(model: ModelConfig, memory: MemoryFacts, form: ModelSettings) -> Ceilings | None:
+def _ceilings(model: ModelConfig, memory: MemoryFacts, form: ModelSettings, ranks: Ranks | None) -> Ceilings | None:
     """What the threads of this process reach: they read as many bytes as the weights have, up to READ_BYTES.
 
     Small weights are read from the processor's caches. It takes 0.02 s at 80 GB/s, and memory for what is read, which
-    the KV cache gets later.
+    the KV cache gets later. Ranks of a stage measure at the same time, because they share memory.
 
-    Returns: None without the kernels, which measure.
+    Returns: None without the kernels, which measure, or with nearly no memory.
     """
     if not cpu.available():
         return None
+    if ranks is not None and (group := ranks.everyone or ranks.group) is not None:
+        group.gather(torch.zeros((1, 1), dtype=torch.uint8), [1] * group.size)
     num_bytes = min(READ_BYTES, memory.weight_bytes, memory.free_bytes // 4)
+    if num_bytes < LEAST_READ_BYTES:
+        return None
     # The rate of products with 4-bit codes, which no other codes exceed.
     is_integer = StepArithmetic(model, form.dtype, form.quantization, form.kv_cache_dtype).is_integer
     flops = cpu.peak_int8_ops(bits=4) if is_integer else cpu.peak_flops(getattr(torch, form.dtype))
-    return Ceilings(cpu.read_bandwidth(max(num_bytes, 1), repeats=2), flops)
+    return Ceilings(cpu.read_bandwidth(num_bytes, repeats=2), flops)
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
 """The peak of each mix of instructions that multiplies 256 bits: in registers, and as a tile of a matrix product in L1.
 
-    python benchmarks/kernels/instruction_mixes.py [--save HARDWARE]
+    python benchmarks/instruction_mixes.py [--save HARDWARE]
 
 A mix is given as text of assembly, so no compiler changes it. The script assembles loops with `cc` and runs them in one
 thread. "Registers" multiplies the same registers again and again, into ten independent sums. "Tile" is what a kernel
@@ -302,7 +302,7 @@ def main() -> None:
             *(cpu.peak_int8_ops(bits, repeats=20) for bits in (8, 6, 5, 4)),
         ]
     result = {
-        **report.environment("python", "benchmarks/kernels/instruction_mixes.py"),
+        **report.environment("python", "benchmarks/instruction_mixes.py"),
         "rows": rows,
         "printed": printed,
     }
