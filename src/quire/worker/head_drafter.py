@@ -7,7 +7,8 @@ head goes on with its own hidden states. When the target has computed these posi
 values there again.
 
 The head's keys and values lie in the pages of the target. If another request has computed a page, its last position may
-be missing or belong to another token. This can make a draft wrong, and has no other effect.
+belong to another token. If that request did not draft, all positions that waited may be missing, 16 as a rule. This can
+make drafts wrong, and has no other effect.
 
 Dimensions: S rows, C row capacity, W positions kept of a row, T tokens of a step, N positions, R rows of one pass,
 A streams, X elements of all streams of a position, D hidden.
@@ -73,6 +74,7 @@ class HeadDrafter:
         self._num_steps_C = np.ones(capacity, dtype=np.int64)
         width = self._streams.kept_TX.shape[1]
         self._kept_CWX = torch.empty((capacity, self._num_kept, width), dtype=head.dtype, device=head.device)
+        assert self._kept_CWX.dtype == self._streams.kept_TX.dtype, "streams are copied word by word"
         self._picked_TX = torch.empty_like(self._streams.kept_TX)  # the result of _picked
         # The memory of both as numpy has it; None: only the device may write it.
         self._kept_on_host = None if runs_ahead else _words(self._kept_CWX)
