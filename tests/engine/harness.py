@@ -149,6 +149,7 @@ class Schedule:
     waits: bool = False  # Speculation.waits
     draft: tuple[ModelConfig, CausalLM] | None = None  # a model or head that drafts in the worker
     drafts_greedily: bool = False
+    num_kept: int = MOST_DRAFTS + 2  # positions of a row that wait for a head
     adapters: Mapping[str, int] = field(default_factory=dict)  # slots by digest
     is_whole: bool = IS_FULL  # all layers of the demo model, which the bundled drafters need; else two
 
@@ -258,7 +259,7 @@ def _drafter(
         graphs.capture()
     given = (cache, inputs, DraftDraws(inputs, device, is_greedy=schedule.drafts_greedily), captured)
     if isinstance(model, Head) and streams is not None:
-        sizes = {"max_tokens": schedule.chunk, "num_kept": MOST_DRAFTS + 2}
+        sizes = {"max_tokens": schedule.chunk, "num_kept": schedule.num_kept}
         return HeadDrafter(model, streams, *given, **sizes, runs_ahead=device.runs_ahead)
     return DraftModel(model, *given, max_tokens=schedule.chunk, max_drafts=MOST_DRAFTS)
 

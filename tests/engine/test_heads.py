@@ -26,13 +26,14 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import StepResult
 from quire.scheduler.adaptive_depth import DrafterTime
 from quire.scheduler.speculation import MOST_ERRORS
+from quire.settings import LEAST_KEPT
 from quire.spec_decode.by_worker import DraftedByWorker
 from quire.worker.drafter import Drafted
 from quire.worker.head_drafter import HeadDrafter
 from quire.worker.input_batch import StepRows
 from quire.worker.model_runner import ModelRunner
 from tests.engine import heads
-from tests.engine.harness import Prompt, Schedule, core_over, run
+from tests.engine.harness import MOST_DRAFTS, Prompt, Schedule, core_over, run
 from tests.engine.heads import EAGLE3, SPECULATORS, Pair, Twin, eagle3_tensors, mtp_tensors
 from tests.engine.test_draft_model import ByWorker, noting
 from tests.engine.test_drafts import GREEDY, RANDOM
@@ -127,6 +128,7 @@ def plain(kind: str) -> list[list[int]]:
 SCHEDULES = {
     "plain": Schedule(),
     "pieces": Schedule(chunk=16, block_size=8, num_blocks=40),
+    "more kept": Schedule(chunk=24, num_kept=max(MOST_DRAFTS + 2, LEAST_KEPT)),
     "small pieces": Schedule(chunk=5, num_blocks=30),
     "graphs": Schedule(accelerator=FakeAccelerator(), graph_sizes=(1, 2, 4, 8), mixed_sizes=(8, 16)),
     "two in flight": Schedule(accelerator=FakeAccelerator(), chunk=24, depth=2, waits=True),
@@ -191,7 +193,7 @@ def test_what_is_only_read_needs_no_queries(kind: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(queries, "_apply", refuse)
     monkeypatch.setattr(others, "_apply", count)
-    core = core_with(pair, Schedule(proposer=ByWorker(most=0), draft=pair.draft))
+    core = core_with(pair, Schedule(proposer=ByWorker(most=0), draft=pair.draft, num_kept=LEAST_KEPT))
     notes = Notes(core)
     assert run(core, asked(), before_step=notes.count) == plain(kind)
     assert not notes.num_drafts

@@ -632,9 +632,10 @@ def test_trials_become_rare_where_none_has_held(costs: str, drafter: str, num_re
     assert stream.run(200, choose, adaptive.settle) > 0.85 * best
 
 
+@pytest.mark.parametrize("news", ["ends", "is admitted", "settles", "stops"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_most_steps_without_drafts_ask_for_nothing(drafter: str) -> None:
-    """Neither for the tokens of prompts, nor for the state of each request. A new request is seen at once."""
+def test_most_steps_without_drafts_ask_for_nothing(drafter: str, news: str) -> None:
+    """Neither for the tokens of prompts, nor for the state of each request. News are seen at once, each by itself."""
     stream, adaptive = Stream(8, [0.0] * MOST, INT4, DRAFTERS[drafter]), AdaptiveDepth(INT4, DRAFTERS[drafter])
     stream.run(1000, stream.adaptive(adaptive), adaptive.settle)
     asked = list[int]()
@@ -653,10 +654,20 @@ def test_most_steps_without_drafts_ask_for_nothing(drafter: str) -> None:
     for _ in range(1000):
         step()
     assert 0 < len(asked) < 200
-    adaptive.forget("r0")
-    stream.requests[0] = replace(stream.requests[0], request_id="another", output_token_ids=[0])
-    adaptive.admit(stream.requests[0], 0)
+    while not adaptive._is_idle or adaptive._step + 2 >= min(adaptive._next_look, adaptive._next_search):
+        step()
     asked.clear()
+    step()
+    assert not asked
+    if news == "ends":  # and another request, which was admitted before, takes its place
+        adaptive.forget("r0")
+        stream.requests[0] = replace(stream.requests[0], request_id="another", output_token_ids=[0])
+    elif news == "is admitted":  # in place of one that was preempted
+        adaptive.admit(stream.requests[0], 0)
+    elif news == "settles":
+        adaptive.settle(stream.requests[0], 1, 0)
+    else:
+        adaptive.stop(stream.requests[0])
     step()
     assert len(asked) == 1
 
