@@ -26,7 +26,7 @@ from quire.models.decoder import Decoder
 from quire.models.head import Head
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
-from quire.schedule import Executor
+from quire.schedule import Executor, ScheduledBatch
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.lanes import Lanes
@@ -206,6 +206,9 @@ def _speculation(schedule: Schedule, vocab_size: int) -> Speculation | None:
 
 class _Worker(ModelRunner):
     """A runner without the life of a worker around it."""
+
+    def begin(self, batch: ScheduledBatch) -> None:
+        """See life_cycle.Worker."""
 
     def close(self) -> None:
         self.shutdown()
