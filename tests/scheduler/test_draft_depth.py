@@ -758,6 +758,22 @@ def test_a_drafter_that_raises_while_it_reads_says_nothing_of_later_steps() -> N
     assert drafter(1) > 2.5e-3, "only later steps were measured, and they read nothing"
 
 
+@pytest.mark.parametrize("reads_late", [False, True])
+def test_the_first_drafts_of_a_request_show_what_a_head_takes(reads_late: bool) -> None:
+    """Each request drafts once. A draft model reads in such a step, so it shows less there."""
+    drafter, stream = DrafterTime(1e-3), Stream(1, [], INT4)
+    adaptive = AdaptiveDepth(INT4, drafter, reads_late=reads_late)
+    for number in range(9):
+        request = replace(stream.requests[0], request_id=f"r{number}")
+        adaptive.admit(request, 0)
+        adaptive.begin_step([request], MOST, MOST)
+        adaptive.drafted(request, 1)
+        adaptive.settle(request, 1, 0)
+        adaptive.settle_drafter(3e-3, [1])
+        adaptive.forget(request.request_id)
+    assert drafter.of_step([1]) == pytest.approx(1e-3 * (1 + 2 / 16) if reads_late else 3e-3)
+
+
 def test_a_drafter_does_not_read_a_long_prompt_for_a_short_answer() -> None:
     drafter = DRAFTERS["model"]
     for length, max_tokens, is_drafted in ((2000, 4, False), (2000, 400, True), (8000, 40, False), (8000, 4000, True)):
