@@ -130,6 +130,7 @@ class StepResult:
     # row -> how many of its tokens the drafter has yet to read. UNDRAFTED tokens got no drafts, as with draft_failures.
     unread: dict[int, int] = field(default_factory=dict)
     draft_seconds: float = 0.0  # the time of the worker's drafter
+    draft_read_seconds: float = 0.0  # the part of it that is no cost of drafts: see Drafted.read_seconds
     experts: ExpertUse | None = None  # None: without --expert-metrics
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0

@@ -26,7 +26,7 @@ from quire.models.decoder import Decoder
 from quire.models.head import Head
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
-from quire.schedule import Executor
+from quire.schedule import Executor, ScheduledBatch
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.lanes import Lanes
@@ -149,6 +149,7 @@ class Schedule:
     waits: bool = False  # Speculation.waits
     draft: tuple[ModelConfig, CausalLM] | None = None  # a model or head that drafts in the worker
     drafts_greedily: bool = False
+    num_kept: int = MOST_DRAFTS + 2  # positions of a row that wait for a head
     adapters: Mapping[str, int] = field(default_factory=dict)  # slots by digest
     is_whole: bool = IS_FULL  # all layers of the demo model, which the bundled drafters need; else two
 
@@ -206,6 +207,9 @@ def _speculation(schedule: Schedule, vocab_size: int) -> Speculation | None:
 class _Worker(ModelRunner):
     """A runner without the life of a worker around it."""
 
+    def begin(self, batch: ScheduledBatch) -> None:
+        """See life_cycle.Worker."""
+
     def close(self) -> None:
         self.shutdown()
 
@@ -258,7 +262,7 @@ def _drafter(
         graphs.capture()
     given = (cache, inputs, DraftDraws(inputs, device, is_greedy=schedule.drafts_greedily), captured)
     if isinstance(model, Head) and streams is not None:
-        sizes = {"max_tokens": schedule.chunk, "num_kept": MOST_DRAFTS + 2}
+        sizes = {"max_tokens": schedule.chunk, "num_kept": schedule.num_kept}
         return HeadDrafter(model, streams, *given, **sizes, runs_ahead=device.runs_ahead)
     return DraftModel(model, *given, max_tokens=schedule.chunk, max_drafts=MOST_DRAFTS)
 

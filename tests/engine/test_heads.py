@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,17 +19,23 @@ from quire import demo
 from quire.demo.data import render
 from quire.demo.train_head import HEAD_DIM, STREAMS
 from quire.engine.core import EngineCore
+from quire.forward_batch import ForwardBatch
 from quire.models.head import Head
+from quire.request import Request
 from quire.sampling_params import SamplingParams
+from quire.schedule import StepResult
+from quire.scheduler.adaptive_depth import DrafterTime
 from quire.scheduler.speculation import MOST_ERRORS
+from quire.settings import LEAST_KEPT
+from quire.spec_decode.by_worker import DraftedByWorker
 from quire.worker.drafter import Drafted
 from quire.worker.head_drafter import HeadDrafter
 from quire.worker.input_batch import StepRows
 from quire.worker.model_runner import ModelRunner
 from tests.engine import heads
-from tests.engine.harness import Prompt, Schedule, core_over, run
+from tests.engine.harness import MOST_DRAFTS, Prompt, Schedule, core_over, run
 from tests.engine.heads import EAGLE3, SPECULATORS, Pair, Twin, eagle3_tensors, mtp_tensors
-from tests.engine.test_draft_model import ByWorker
+from tests.engine.test_draft_model import ByWorker, noting
 from tests.engine.test_drafts import GREEDY, RANDOM
 from tests.engine.test_sameness import prompts
 from tests.worker.fake_accelerator import FakeAccelerator
@@ -121,6 +128,7 @@ def plain(kind: str) -> list[list[int]]:
 SCHEDULES = {
     "plain": Schedule(),
     "pieces": Schedule(chunk=16, block_size=8, num_blocks=40),
+    "more kept": Schedule(chunk=24, num_kept=max(MOST_DRAFTS + 2, LEAST_KEPT)),
     "small pieces": Schedule(chunk=5, num_blocks=30),
     "graphs": Schedule(accelerator=FakeAccelerator(), graph_sizes=(1, 2, 4, 8), mixed_sizes=(8, 16)),
     "two in flight": Schedule(accelerator=FakeAccelerator(), chunk=24, depth=2, waits=True),
@@ -185,11 +193,60 @@ def test_what_is_only_read_needs_no_queries(kind: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(queries, "_apply", refuse)
     monkeypatch.setattr(others, "_apply", count)
-    core = core_with(pair, Schedule(proposer=ByWorker(most=0), draft=pair.draft))
+    core = core_with(pair, Schedule(proposer=ByWorker(most=0), draft=pair.draft, num_kept=LEAST_KEPT))
     notes = Notes(core)
     assert run(core, asked(), before_step=notes.count) == plain(kind)
     assert not notes.num_drafts
     assert sum(read) > 100
+
+
+class Seldom(DraftedByWorker):
+    """One draft, and then none for some steps."""
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        num_tokens = len(request.output_token_ids)
+        return super().propose(request, min(most, int(num_tokens % 6 == 5)))
+
+
+class NotedTime(DrafterTime):
+    """It notes what it learns."""
+
+    def __init__(self) -> None:
+        super().__init__(1e-3)
+        self.observed: list[float] = []
+
+    def observe(self, seconds: float, depths: Sequence[int]) -> None:
+        self.observed.append(seconds)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_what_waits_is_no_cost_of_a_trial(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass of drafts computes one position of each row, and its time is without that of reading."""
+    pair, pause = pair_of(kind), 0.02
+    core = core_with(pair, Schedule(proposer=Seldom(), draft=pair.draft))
+    notes, results, observed = Notes(core), list[StepResult](), NotedTime()
+    forward_pass, head = notes.drafter.forward_pass, pair.draft[1]
+    assert isinstance(head, Head)
+    stage, read, lens = forward_pass.stage, head.read, list[int]()
+
+    def note(step: StepRows, *more: Any) -> Any:
+        lens.extend(step.lens_S.tolist())
+        return stage(step, *more)
+
+    def read_slowly(batch: ForwardBatch) -> None:
+        time.sleep(pause)
+        read(batch)
+
+    monkeypatch.setattr(forward_pass, "stage", note)
+    monkeypatch.setattr(head, "read", read_slowly)
+    monkeypatch.setattr(core.executor, "submit", noting(core.executor.submit, results))
+    core.scheduler.speculation.drafter_time = observed
+    assert run(core, asked(), before_step=notes.count) == plain(kind)
+    assert len(notes.proposals) == len(lens) > 8
+    assert set(lens) == {1}
+    tried = [result for result in results if result.draft_seconds]
+    assert all(pause <= result.draft_read_seconds < result.draft_seconds for result in tried)
+    assert observed.observed == [result.draft_seconds - result.draft_read_seconds for result in tried]
 
 
 @pytest.mark.parametrize("kind", KINDS)

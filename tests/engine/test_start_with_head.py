@@ -38,8 +38,9 @@ def config_with(method: Any, head: Path | None, model: Path | None = None, **lim
     )
 
 
+@pytest.mark.parametrize("quantization", [None, "int4", "fp8"])
 @pytest.mark.parametrize("method", ["eagle3", "speculators", "mtp"])
-def test_the_plan_is_what_is_allocated_and_it_serves(method: str, tmp_path: Path) -> None:
+def test_the_plan_is_what_is_allocated_and_it_serves(method: str, quantization: Any, tmp_path: Path) -> None:
     if method == "mtp":
         target, head = heads.write_mimo(tmp_path), None
     elif method == "eagle3":
@@ -53,9 +54,11 @@ def test_the_plan_is_what_is_allocated_and_it_serves(method: str, tmp_path: Path
         workers.append(DeviceWorker(model_config, progress))
         return workers
 
-    config = config_with("mtp" if method == "mtp" else "eagle3", head, target, num_gpu_blocks_override=100)
+    limits = {"num_gpu_blocks_override": 100, "quantization": quantization}
+    config = config_with("mtp" if method == "mtp" else "eagle3", head, target, **limits)
     parts = open_model(config, ignore)
-    plain = start_engine(EngineConfig.from_kwargs(model=str(target)), target, is_server=True, progress=ignore)
+    plain_config = EngineConfig.from_kwargs(model=str(target), quantization=quantization)
+    plain = start_engine(plain_config, target, is_server=True, progress=ignore)
     engine = start_engine(
         config,
         target,

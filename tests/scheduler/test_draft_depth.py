@@ -632,9 +632,10 @@ def test_trials_become_rare_where_none_has_held(costs: str, drafter: str, num_re
     assert stream.run(200, choose, adaptive.settle) > 0.85 * best
 
 
+@pytest.mark.parametrize("news", ["ends", "is admitted", "settles", "stops"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_most_steps_without_drafts_ask_for_nothing(drafter: str) -> None:
-    """Neither for the tokens of prompts, nor for the state of each request. A new request is seen at once."""
+def test_most_steps_without_drafts_ask_for_nothing(drafter: str, news: str) -> None:
+    """Neither for the tokens of prompts, nor for the state of each request. News are seen at once, each by itself."""
     stream, adaptive = Stream(8, [0.0] * MOST, INT4, DRAFTERS[drafter]), AdaptiveDepth(INT4, DRAFTERS[drafter])
     stream.run(1000, stream.adaptive(adaptive), adaptive.settle)
     asked = list[int]()
@@ -653,10 +654,20 @@ def test_most_steps_without_drafts_ask_for_nothing(drafter: str) -> None:
     for _ in range(1000):
         step()
     assert 0 < len(asked) < 200
-    adaptive.forget("r0")
-    stream.requests[0] = replace(stream.requests[0], request_id="another", output_token_ids=[0])
-    adaptive.admit(stream.requests[0], 0)
+    while not adaptive._is_idle or adaptive._step + 2 >= min(adaptive._next_look, adaptive._next_search):
+        step()
     asked.clear()
+    step()
+    assert not asked
+    if news == "ends":  # and another request, which was admitted before, takes its place
+        adaptive.forget("r0")
+        stream.requests[0] = replace(stream.requests[0], request_id="another", output_token_ids=[0])
+    elif news == "is admitted":  # in place of one that was preempted
+        adaptive.admit(stream.requests[0], 0)
+    elif news == "settles":
+        adaptive.settle(stream.requests[0], 1, 0)
+    else:
+        adaptive.stop(stream.requests[0])
     step()
     assert len(asked) == 1
 
@@ -745,6 +756,22 @@ def test_a_drafter_that_raises_while_it_reads_says_nothing_of_later_steps() -> N
         adaptive.drafted(read, adaptive.depth(read, MOST))
         adaptive.settle_drafter(seconds, [1])
     assert drafter(1) > 2.5e-3, "only later steps were measured, and they read nothing"
+
+
+@pytest.mark.parametrize("reads_late", [False, True])
+def test_the_first_drafts_of_a_request_show_what_a_head_takes(reads_late: bool) -> None:
+    """Each request drafts once. A draft model reads in such a step, so it shows less there."""
+    drafter, stream = DrafterTime(1e-3), Stream(1, [], INT4)
+    adaptive = AdaptiveDepth(INT4, drafter, reads_late=reads_late)
+    for number in range(9):
+        request = replace(stream.requests[0], request_id=f"r{number}")
+        adaptive.admit(request, 0)
+        adaptive.begin_step([request], MOST, MOST)
+        adaptive.drafted(request, 1)
+        adaptive.settle(request, 1, 0)
+        adaptive.settle_drafter(3e-3, [1])
+        adaptive.forget(request.request_id)
+    assert drafter.of_step([1]) == pytest.approx(1e-3 * (1 + 2 / 16) if reads_late else 3e-3)
 
 
 def test_a_drafter_does_not_read_a_long_prompt_for_a_short_answer() -> None:

@@ -221,17 +221,27 @@ class SplitLinear:
         if not isinstance(x_TK, Tensor) or not cpu.takes(x_TK):
             return torch.cat([part(x_TK, adapter_slots_T=adapter_slots_T) for part in self.parts], dim=1)
         # Only kernels run here, so a decode step can be recorded.
-        sizes = [part.out_features for part in self.parts]
-        out_TN = torch.empty((x_TK.shape[0], sum(sizes)), dtype=x_TK.dtype, device=x_TK.device)
-        for part, columns_TN in zip(self.parts, out_TN.split_with_sizes(sizes, 1), strict=True):
+        out_TN, columns = self._outputs(x_TK)
+        for part, columns_TN in zip(self.parts, columns, strict=True):
             part(x_TK, out=columns_TN, adapter_slots_T=adapter_slots_T)
         return out_TN
 
     def without_first(self, x_TK: Rows) -> Tensor:
         """The outputs of all parts, but those of the first part are any numbers."""
-        others = [part(x_TK) for part in self.parts[1:]]
-        any_TN = others[0].new_empty(others[0].shape[0], self.parts[0].out_features)
-        return torch.cat([any_TN, *others], dim=1)
+        if not isinstance(x_TK, Tensor) or not cpu.takes(x_TK):
+            others = [part(x_TK) for part in self.parts[1:]]
+            any_TN = others[0].new_empty(others[0].shape[0], self.parts[0].out_features)
+            return torch.cat([any_TN, *others], dim=1)
+        out_TN, columns = self._outputs(x_TK)
+        for part, columns_TN in zip(self.parts[1:], columns[1:], strict=True):
+            part(x_TK, out=columns_TN)
+        return out_TN
+
+    def _outputs(self, x_TK: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Memory for the output, and the columns of each part in it."""
+        sizes = [part.out_features for part in self.parts]
+        out_TN = torch.empty((x_TK.shape[0], sum(sizes)), dtype=x_TK.dtype, device=x_TK.device)
+        return out_TN, out_TN.split_with_sizes(sizes, 1)
 
     def quantizes(self, x: Tensor) -> bool:
         """Whether all parts quantize: see Linear."""

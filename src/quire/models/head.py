@@ -79,8 +79,9 @@ class Head(Decoder):
     def read(self, batch: ForwardBatch) -> None:
         """Write the keys and values of the positions of a batch, and compute no hidden states of the next positions.
 
-        That is all that later passes need. In the last layer q, k and v are projected, and attention and everything
-        behind it are left out. A head has one layer as a rule, and then this is most of its work.
+        That is all that later passes need. In the last layer, k and v are projected, and q only if it is stored with
+        them. Attention and everything behind it are left out. A head has one layer as a rule, and then this is most of
+        its work.
         """
         if batch.host is not None and len(self._layers) > 1:
             self.prepare(batch.host, batch.caches)

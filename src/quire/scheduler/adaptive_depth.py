@@ -220,7 +220,8 @@ class AdaptiveDepth:
         self._may_pay = True  # if all drafts held
         self._is_idle = False  # whether nothing happens until the next look or search, or until requests come or end
         self._credit = 0.0  # see the module
-        self._reading_share = 0.0  # the share of the time of steps that reading missing tokens needs; 0: too much
+        # The share of the time of steps that reading missing tokens needs; 0: too much, not needed, or not known yet.
+        self._reading_share = 0.0
         self._needed = 0.0  # the chance with which one draft for each request pays
         self._num_vain = 0  # trials since the last one of which a draft held
         self._earned = 0.0  # the worth of the drafts that held since the last step began
@@ -298,7 +299,7 @@ class AdaptiveDepth:
         drafting = self._requests[request.request_id]
         self._room -= self._added_seconds(request, drafting, num_drafts)
         read_seconds = self._read_seconds(request, drafting)
-        self._is_reading |= read_seconds > 0 or not drafting.is_read
+        self._is_reading |= read_seconds > 0 or (self._reads_late and not drafting.is_read)
         self._num_missed += (request.num_tokens - drafting.num_read) * (read_seconds > 0)
         self.reading_seconds += read_seconds
         self._charged_reading += read_seconds

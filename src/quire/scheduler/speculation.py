@@ -185,7 +185,7 @@ class Speculation:
         """Note how long the worker's drafter took for the drafts of a step. If it raised, its time is unknown."""
         if not (result.draft_seconds or result.draft_error):
             return
-        seconds = None if result.draft_error else result.draft_seconds
+        seconds = None if result.draft_error else result.draft_seconds - result.draft_read_seconds
         depths = [len(row) for row in batch.draft_token_ids]
         if self._adaptive is not None:
             self._adaptive.settle_drafter(seconds, depths)

@@ -20,6 +20,9 @@ class Drafted:
     failures: dict[int, str] = field(default_factory=dict)  # index of a row -> why some of its drafts are ANY_TOKEN
     # Index of a row -> the number of its tokens that later steps must read. The drafts of such a row are ANY_TOKEN.
     unread: dict[int, int] = field(default_factory=dict)
+    # Seconds in which a head first read what waited, which it must read with or without drafts. On a device that runs
+    # ahead: in which this was launched.
+    read_seconds: float = 0.0
     error: str = ""  # why there are no drafts at all: then all of them are ANY_TOKEN
 
 

@@ -74,7 +74,7 @@ class Drafting:
         result.draft_error = drafted.error
         result.draft_failures = {asked[index]: why for index, why in drafted.failures.items()}
         result.unread = {asked[index]: count for index, count in drafted.unread.items()}
-        result.draft_seconds = time.perf_counter() - started
+        result.draft_seconds, result.draft_read_seconds = time.perf_counter() - started, drafted.read_seconds
         return _filled(self._inputs, batch, drafted.token_ids)
 
     def learn(self, step: StepRows, result: StepResult) -> None:

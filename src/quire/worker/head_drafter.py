@@ -7,7 +7,8 @@ head goes on with its own hidden states. When the target has computed these posi
 values there again.
 
 The head's keys and values lie in the pages of the target. If another request has computed a page, its last position may
-be missing or belong to another token. This can make a draft wrong, and has no other effect.
+belong to another token. If that request did not draft, all positions that waited may be missing, 16 as a rule. This can
+make drafts wrong, and has no other effect.
 
 Dimensions: S rows, C row capacity, W positions kept of a row, T tokens of a step, N positions, R rows of one pass,
 A streams, X elements of all streams of a position, D hidden.
@@ -15,6 +16,7 @@ A streams, X elements of all streams of a position, D hidden.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -68,8 +70,11 @@ class HeadDrafter:
         # For each row: the first position that the head has not computed, and the end of the kept hidden states.
         self._num_computed_C = np.zeros(capacity, dtype=np.int64)
         self._num_seen_C = np.zeros(capacity, dtype=np.int64)
+        # The target's steps since its last drafts, counted from 1 before it has any.
+        self._num_steps_C = np.ones(capacity, dtype=np.int64)
         width = self._streams.kept_TX.shape[1]
         self._kept_CWX = torch.empty((capacity, self._num_kept, width), dtype=head.dtype, device=head.device)
+        assert self._kept_CWX.dtype == self._streams.kept_TX.dtype, "streams are copied word by word"
         self._picked_TX = torch.empty_like(self._streams.kept_TX)  # the result of _picked
         # The memory of both as numpy has it; None: only the device may write it.
         self._kept_on_host = None if runs_ahead else _words(self._kept_CWX)
@@ -84,8 +89,9 @@ class HeadDrafter:
         """See Drafter. A new row begins after the positions that other requests have computed."""
         inputs = self._inputs
         while len(self._num_computed_C) < len(inputs.num_tokens):
-            self._num_computed_C, self._num_seen_C = (
-                np.concatenate([of_C, np.zeros_like(of_C)]) for of_C in (self._num_computed_C, self._num_seen_C)
+            self._num_computed_C, self._num_seen_C, self._num_steps_C = (
+                np.concatenate([of_C, np.zeros_like(of_C)])
+                for of_C in (self._num_computed_C, self._num_seen_C, self._num_steps_C)
             )
             self._kept_CWX = torch.cat([self._kept_CWX, torch.empty_like(self._kept_CWX)])
             self._kept_on_host = None if self._kept_on_host is None else _words(self._kept_CWX)
@@ -95,6 +101,7 @@ class HeadDrafter:
         for new in batch.new_rows:
             row = inputs.row_of[new.request_id]
             self._num_computed_C[row] = self._num_seen_C[row] = starts[new.request_id]
+            self._num_steps_C[row] = 1
 
     def learn(self, step: StepRows) -> None:
         """See Drafter. Long pieces are computed, and the hidden states of the positions after them are kept."""
@@ -109,6 +116,7 @@ class HeadDrafter:
             self._num_computed_C[rows_S] = computed_S
         self._keep(step, np.maximum(computed_S, starts_S), ends_S)
         self._num_seen_C[rows_S] = ends_S
+        self._num_steps_C[rows_S] += 1
 
     def _read_leaving(self, step: StepRows) -> None:
         """Compute the positions whose hidden states will not be kept any longer."""
@@ -125,7 +133,11 @@ class HeadDrafter:
             self._read_positions(long, given_TD)
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
-        """See Drafter. There is one pass of the head per place."""
+        """See Drafter. There is one pass of the head per place.
+
+        If a row had no drafts in the last step, all its positions but the newest one are read before. So its first pass
+        takes as long as in the next steps, and this is the time that tells whether drafts pay.
+        """
         drafted = Drafted([[ANY_TOKEN] * count for count in counts])
         rows_S, counts_S = np.array(rows), np.array(counts)
         lens_S = self._inputs.num_tokens[rows_S]
@@ -137,8 +149,11 @@ class HeadDrafter:
         if not len(order_S):
             return drafted
         rows_S, counts_S, lens_S = rows_S[order_S], counts_S[order_S], lens_S[order_S]
-        if int((lens_S - 1 - self._num_computed_C[rows_S]).sum()) > self._max_tokens:
-            self._read(rows_S, lens_S - 2)
+        started = time.perf_counter()
+        is_long = int((lens_S - 1 - self._num_computed_C[rows_S]).sum()) > self._max_tokens
+        is_late_S = (self._num_steps_C[rows_S] > 1) | is_long
+        self._read(rows_S[is_late_S], lens_S[is_late_S] - 2)
+        drafted.read_seconds = time.perf_counter() - started
         starts_S, found = self._num_computed_C[rows_S], list[Tensor]()
         hidden_SD: Tensor | None = None
         for offset in range(int(counts_S[0])):
@@ -153,7 +168,7 @@ class HeadDrafter:
             logits_RV = self._head.compute_logits(hidden_SD)
             found.append(self._draws.draw(logits_RV, step, staged, found))
             starts_S = ends_R
-        self._num_computed_C[rows_S] = lens_S - 1
+        self._num_computed_C[rows_S], self._num_steps_C[rows_S] = lens_S - 1, 0
         self._draws.collect(drafted, order_S.tolist(), found)
         return drafted
 
