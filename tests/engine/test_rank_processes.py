@@ -135,10 +135,10 @@ def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> No
     times: list[tuple[float, float]] = []
 
     def note(core: EngineCore, step: int) -> None:
-        times.extend(core.last_record.ranks)
+        times.extend(() if core.last_record is None else core.last_record.ranks)
 
     run(engine.core, brief(), before_step=note)
-    assert len(engine.core.last_record.ranks) == 2
+    assert len(times) > 2
     assert all(0.0 <= waited < seconds for seconds, waited in times)
     assert any(waited for _, waited in times)
 
