@@ -171,14 +171,15 @@ METRICS: tuple[Metric, ...] = (
         "quire_prediction_ratio",
         "histogram",
         "ratio",
-        "Measured time of a step, without its drafter, over its predicted time.",
+        "Measured time of a step, without its drafter, over its predicted time. Captured steps do not count.",
         buckets=_RATIO,
     ),
     Metric(
         "quire_predicted_steps",
         "counter",
         "steps",
-        "Steps with a prediction, by whether they took a time in its interval. Nine of ten should.",
+        "Steps with a prediction that were not captured, by whether they took a time in its interval. Nine of ten "
+        "should.",
         label="inside",
         values=("true", "false"),
     ),
