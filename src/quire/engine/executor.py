@@ -201,9 +201,9 @@ class ThreadExecutor(InlineExecutor):
         return result
 
     def _answers(self, steps: Sequence[_Step]) -> list[StepResult | None]:
-        """The answers of the other ranks to a step that the first one has ended, up to an error that ends the engine.
+        """The answers of the other ranks to a step that the first one has ended. They end before that of a lost rank.
 
-        They have computed the step, so nothing else than such an error makes it fail. The answer is None then.
+        None: the rank has failed behind its part of the step. This is only logged, because the step is complete.
         """
         answers: list[StepResult | None] = []
         for rank, step in enumerate(steps, 1):
