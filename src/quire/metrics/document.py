@@ -52,8 +52,8 @@ its dashboards and alerts work. vLLM does not have the metrics that begin with `
   `--kv-cache-metrics-sample`.
 - The metrics `quire_expert_*` and `quire_distinct_experts` are there only with `--expert-metrics`, for a model with
   experts on a CPU.
-- The metrics `quire_rank_*` are there only where several ranks share a model (`-tp`, `-pp`). The label `rank` has their
-  numbers, from 0.
+- The metrics `quire_rank_*` are there only where several ranks share a model (`-tp`, `-pp`). A step of another rank
+  than the first may be counted with the step after it. The label `rank` has their numbers, from 0.
 - The metrics `quire_lane_*` are there only where lanes of an engine share experts (`-dp` with `-ep`). The label `lane`
   has their numbers, from 0. All other metrics are sums over the lanes of an engine.
 - The metrics `vllm:spec_decode_*` and `quire_spec_decode_*` are there only with `--speculative-config`.
