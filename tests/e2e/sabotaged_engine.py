@@ -99,11 +99,19 @@ def predict(cost: CostModel, load: Load, pause: float = 0.0) -> StepTime:
     return StepTime(seconds, seconds, seconds, "host")
 
 
+def predict_rows(
+    cost: CostModel, starts: list[int], counts: list[int], num_logits: int, pause: float = 0.0, other_tokens: int = 0
+) -> tuple[Load, StepTime]:
+    load = cost.arithmetic.load(starts, counts, num_logits)
+    return load, predict(cost, load, pause)
+
+
 def main() -> int:
     from tests.e2e import light_engine
 
     process.BEAT_SECONDS = 0.1
     CostModel.predict = predict  # type: ignore[method-assign]
+    CostModel.predict_rows = predict_rows  # type: ignore[method-assign]
     if sys.argv[2] == "ranks":
         rank_spawn.PROGRAM = (str(Path(__file__).with_name("sabotaged_rank.py")), sys.argv[1])
         return process.main(int(sys.argv[-1]))
