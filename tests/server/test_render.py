@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -221,8 +222,9 @@ def test_processes_that_all_die_are_the_servers_fault():
 
         def kill_all() -> None:
             while not is_over.wait(0.01):
-                for process in renderers():
-                    process.kill()
+                with suppress(psutil.NoSuchProcess):  # one that ended by itself meanwhile
+                    for process in renderers():
+                        process.kill()
 
         thread = threading.Thread(target=kill_all)
         thread.start()
