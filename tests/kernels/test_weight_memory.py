@@ -45,6 +45,25 @@ def test_what_does_not_fit_gets_a_region(memory: WeightMemory, advised: list[tup
     assert all((tensor == number).all() for number, tensor in enumerate(kept)), "two weights overlap"
 
 
+def test_the_longest_weights(memory: WeightMemory) -> None:
+    assert memory.longest() is None
+    first, second = memory.empty(1 << 19), memory.empty(100)
+    third = memory.empty(1 << 20)
+    for number, tensor in enumerate((first, second, third)):
+        tensor.fill_(number)
+    longest = memory.longest()
+    assert longest is not None
+    assert longest.data_ptr() == third.data_ptr()
+    assert (longest == 2).all()
+    assert longest.nbytes == 1 << 20
+    del longest, third, tensor
+    gc.collect()
+    longest = memory.longest()
+    assert longest is not None
+    assert longest.data_ptr() == first.data_ptr()
+    assert longest.nbytes == (1 << 19) + 2 * ALIGNMENT, "the room behind the last weight is left out"
+
+
 def test_a_region_goes_with_its_last_weight(memory: WeightMemory, advised: list[tuple[int, int]]) -> None:
     first, second = memory.empty(10), memory.empty(10)
     view = first[2:4]

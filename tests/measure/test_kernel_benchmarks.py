@@ -49,7 +49,7 @@ NO_KERNELS = {
     *("SharedGroup", "Whereabouts", "GroupError", "RankLate", "StepVoid", "Gather", "Exchange", "SharedAttention"),
     *("RoutingRule", "ExpertStack"),
     *("gemm_packed_bytes", "gemm_grouped_packed_bytes", "gemm_fp8_packed_bytes"),
-    *("read_bandwidth", "peak_flops", "peak_int8_ops"),
+    *("read_bandwidth", "bandwidth_over", "peak_flops", "peak_int8_ops"),
     "CorrectedSteps",  # of the cost model: prediction_cost.py times it
     "pack_factors",  # of an adapter that is loaded, outside steps: lora_serving.py times loads
 }

@@ -15,12 +15,14 @@ from quire import demo, extension
 from quire.config import EngineConfig
 from quire.cost.devices import Ceilings
 from quire.kernels import cpu
+from quire.kernels.weight_memory import WeightMemory
 from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
 from quire.planning import devices
 from quire.planning.memory_plan import MemoryFacts, predict_memory
 from quire.resolve import resolve
 from quire.speculative_config import SpeculativeConfig
+from quire.worker import host_memory
 from quire.worker.live_buffers import LiveBuffers
 from quire.worker.worker import DeviceWorker
 from tests.engine.ranks import started
@@ -91,12 +93,18 @@ def test_demo(arguments: dict[str, Any]) -> None:
 def test_ceilings_are_those_of_the_products_that_run(
     quantization: str | None, operations: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read has the size of the weights, at most a quarter of the free memory, so a start needs no more."""
+    """Packed weights are read where they are. New memory has the size of the weights, and at most a quarter of what
+    is free, so a start needs no more.
+    """
     read: list[int] = []
     monkeypatch.setattr(cpu, "read_bandwidth", lambda num_bytes, repeats: read.append(num_bytes) or 3e9)
+    monkeypatch.setattr(cpu, "bandwidth_over", lambda x, repeats: 2e9)
     monkeypatch.setattr(cpu, "peak_flops", lambda dtype: {torch.bfloat16: 5e9}[dtype])
     monkeypatch.setattr(cpu, "peak_int8_ops", lambda bits: 7e9)
     worker, _ = loaded(demo.path("target"), quantization=quantization)
+    assert worker.measure().ceilings == Ceilings(2e9, operations)
+    assert read == []
+    monkeypatch.setattr(host_memory, "OF_PROCESS", WeightMemory())
     measured = worker.measure()
     assert measured.ceilings == Ceilings(3e9, operations)
     assert read == [measured.memory.weight_bytes]

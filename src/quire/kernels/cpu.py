@@ -348,6 +348,11 @@ def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
     return _C.read_bandwidth(num_bytes, repeats)
 
 
+def bandwidth_over(x: Tensor, repeats: int = 3) -> float:
+    """The same of memory that is there: no memory is taken. `x` is contiguous and has at least 1 MiB."""
+    return _C.bandwidth_over(x, repeats)
+
+
 def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
     """Measure the rate of multiply-adds in registers with all kernel threads, in FLOP/s: the best of `repeats`.
 

@@ -11,6 +11,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -43,29 +44,50 @@ def map_huge_pages(num_bytes: int, *, is_reserved: bool = True) -> tuple[mmap.mm
     return mapped, -whole.data_ptr() % HUGE_PAGE
 
 
+@dataclass
+class _Region:
+    """A mapping, and offsets in it: of the first weight, behind the last one, and the end."""
+
+    mapped: weakref.ref[mmap.mmap]
+    begin: int
+    next: int
+    end: int
+
+
 class WeightMemory:
     """Hands out memory from regions. A region is given back to the system when its last tensor is gone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._region: weakref.ref[mmap.mmap] | None = None
-        self._next = self._end = 0  # offsets in the region
+        self._regions: list[_Region] = []  # the newest, which still has room, comes last
 
     def empty(self, num_bytes: int) -> Tensor:
         """A tensor uint8 [num_bytes], not initialised, at a multiple of 64 bytes. num_bytes is at least 1."""
         with self._lock:
-            region = self._region() if self._region is not None else None
-            if region is None or self._next + num_bytes > self._end:
+            region = self._regions[-1] if self._regions else None
+            mapped = None if region is None else region.mapped()
+            if region is None or mapped is None or region.next + num_bytes > region.end:
                 size = max(num_bytes, REGION_BYTES)
-                region, self._next = map_huge_pages(size)
-                self._region, self._end = weakref.ref(region), self._next + size
-            piece = torch.frombuffer(region, dtype=torch.uint8, count=num_bytes, offset=self._next)  # keeps the region
-            self._next += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+                mapped, begin = map_huge_pages(size)
+                region = _Region(weakref.ref(mapped), begin, begin, begin + size)
+                self._regions = [each for each in self._regions if each.mapped() is not None] + [region]
+            piece = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=region.next)  # keeps the region
+            region.next += -(-num_bytes // ALIGNMENT) * ALIGNMENT
             return piece
+
+    def longest(self) -> Tensor | None:
+        """The weights of the region with the most bytes of them, uint8 [n]; None: no region is held."""
+        with self._lock:
+            held = [(mapped, each) for each in self._regions if (mapped := each.mapped()) is not None]
+            if not held:
+                return None
+            mapped, region = max(held, key=lambda pair: pair[1].next - pair[1].begin)
+            return torch.frombuffer(mapped, dtype=torch.uint8, count=region.next - region.begin, offset=region.begin)
 
 
 Memory = Callable[[int], Tensor]  # the memory for a packed weight of a number of bytes, like WeightMemory.empty
-WEIGHTS: Memory = WeightMemory().empty
+OF_PROCESS = WeightMemory()
+WEIGHTS: Memory = OF_PROCESS.empty
 
 
 def filled(

@@ -12,6 +12,7 @@ from quire.distributed.group import Ranks
 from quire.formats.kv_groups import kv_groups, num_tables, pages_alone
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu
+from quire.kernels.weight_memory import OF_PROCESS
 from quire.life_cycle import Measured, WorkerSettings
 from quire.messages import Progress
 from quire.metrics.stopwatch import Lap, Stopwatch
@@ -162,10 +163,11 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None
 
 
 def _ceilings(model: ModelConfig, memory: MemoryFacts, form: ModelSettings, ranks: Ranks | None) -> Ceilings | None:
-    """What the threads of this process reach: they read as many bytes as the weights have, up to READ_BYTES.
+    """What the threads of this process reach: they read packed weights, up to READ_BYTES.
 
-    Small weights are read from the processor's caches. It takes 0.02 s at 80 GB/s, and memory for what is read, which
-    the KV cache gets later. Ranks of a stage measure at the same time, because they share memory.
+    Small weights are read from the processor's caches. It takes 0.02 s at 40 GB/s. If the weights are mapped from a
+    file, new memory of this size is read, which the KV cache gets later. Ranks of a stage measure at the same time,
+    because they share memory.
 
     Returns: None without the kernels, which measure, or with nearly no memory.
     """
@@ -173,13 +175,17 @@ def _ceilings(model: ModelConfig, memory: MemoryFacts, form: ModelSettings, rank
         return None
     if ranks is not None and (group := ranks.everyone or ranks.group) is not None:
         group.gather(torch.zeros((1, 1), dtype=torch.uint8), [1] * group.size)
-    num_bytes = min(READ_BYTES, memory.weight_bytes, memory.free_bytes // 4)
+    num_bytes, weights = min(READ_BYTES, memory.weight_bytes), OF_PROCESS.longest()
+    if weights is None or weights.nbytes < num_bytes // 2:
+        num_bytes, weights = min(num_bytes, memory.free_bytes // 4), None
     if num_bytes < LEAST_READ_BYTES:
         return None
     # The rate of products with 4-bit codes, which no other codes exceed.
     is_integer = StepArithmetic(model, form.dtype, form.quantization, form.kv_cache_dtype).is_integer
     flops = cpu.peak_int8_ops(bits=4) if is_integer else cpu.peak_flops(getattr(torch, form.dtype))
-    return Ceilings(cpu.read_bandwidth(num_bytes, repeats=2), flops)
+    if weights is None:
+        return Ceilings(cpu.read_bandwidth(num_bytes, repeats=2), flops)
+    return Ceilings(cpu.bandwidth_over(weights[:READ_BYTES], repeats=2), flops)
 
 
 @torch.inference_mode()
