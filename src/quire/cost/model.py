@@ -175,6 +175,10 @@ class CostModel:
         )
         return seconds, max(longer - seconds, 0.0) / num_tokens
 
+    def seconds_alone(self, start: int, count: int) -> float:
+        """The seconds of a step with `count` new tokens of one request after `start` computed ones."""
+        return self.predict(self.arithmetic.load([start], [count], 1)).seconds
+
     def room_within(
         self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], num_logits: int
     ) -> StepRoom:

@@ -33,6 +33,9 @@ OFFLINE_KNEE_SHARE = 0.997
 # alone. Fewer tokens would delay prompts, more would delay answers. benchmarks/defaults.py has the goodput of other
 # settings.
 SHARED_TIMES, SHARED_ANSWERS, SHARED_CONTEXT = 2, 8, 1024
+# While prompts wait longer, a step takes more of their tokens, until answers on average have taken this many times
+# their time alone: see scheduler/pace.py.
+MOST_ANSWER_TIMES = 8.0
 # Products of integers on a CPU, relative to products of floats: 1.75 for 2.59 ps, tests/planning/constants_0.6b.json.
 INTEGER_TIMES = 1.5
 SHORT_REQUEST = 256  # tokens; no more requests run than memory holds requests of this length
@@ -106,7 +109,17 @@ class StepSizes:
         size = min(self.knee.prompt_tokens_beside(SHARED_ANSWERS, SHARED_CONTEXT, SHARED_TIMES), budget)
         why = f"{size:,} of prompts make a step about {SHARED_TIMES} times as long as {SHARED_ANSWERS} answers of "
         why += f"{SHARED_CONTEXT:,} tokens alone do; a prompt alone has all {budget:,}; vLLM has none"
+        if self.most_answer_times():
+            why += f"; more while prompts are slowed down more than answers, up to {MOST_ANSWER_TIMES:g} times"
         return size, "formula", why
+
+    def most_answer_times(self) -> float:
+        """See SchedulerLimits. Only a server on a CPU chooses the prompt tokens that several requests share."""
+        config = self.config
+        if config.max_shared_prefill_tokens is not None or config.sources["long_prefill_token_threshold"] != "default":
+            return 0.0
+        is_chosen = self.knee is not None and self.is_server and config.enable_chunked_prefill
+        return MOST_ANSWER_TIMES if is_chosen and config.performance_mode != "interactivity" else 0.0
 
     def _vllm(self) -> tuple[tuple[int, int], str]:
         """vLLM's limits, and where."""

@@ -79,6 +79,7 @@ def _of_lane(
         long_prefill_token_threshold=schedule.long_prefill_token_threshold,
         max_num_queued_reqs=schedule.max_num_queued_reqs,
         max_shared_prefill_tokens=schedule.max_shared_prefill_tokens,
+        most_answer_times=schedule.most_answer_times,
         slo_itl=schedule.slo_itl or 0.0,
         slo_attainment=schedule.slo_attainment,
     )
@@ -99,6 +100,7 @@ def _of_lane(
         ),
         adapters=turns,
         room_within=cost.room_within,
+        seconds_alone=cost.seconds_alone,
         clock=clock,
         num_stages=schedule.pipeline_parallel_size,
         vocab_size=model_config.vocab_size,

@@ -23,6 +23,9 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0  # the most tokens of one request in one step; 0: no limit
     max_num_queued_reqs: int | None = None  # waiting requests; None: no limit
     max_shared_prefill_tokens: int = 0  # prompt tokens of a step that several prompts share; 0: prompts go in order
+    # A step takes more than max_shared_prefill_tokens while answers take less than this many times as long as one alone
+    # (scheduler/pace.py); 0: it never does.
+    most_answer_times: float = 0.0
     slo_itl: float = 0.0  # the target for the seconds of a step with decodes; 0: there is no target
     slo_attainment: float = 0.99  # the share of these steps that must reach the target
 

@@ -37,8 +37,10 @@ class WaitingQueue:
         self._order_key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
         self._by_order: list[tuple[Key, int, Request]] = []
         self._by_turn: list[tuple[Key, int, Request]] = []
-        self._stays: dict[Request, int] = {}  # waiting request -> number of its stay; entries of earlier stays are void
+        # Waiting request -> the number of its stay, and the tokens that it lacks. Entries of earlier stays are void.
+        self._stays: dict[Request, tuple[int, int]] = {}
         self._num_stays = 0
+        self.num_lacking = 0  # the tokens that all waiting requests lack, as far as is known
 
     def __len__(self) -> int:
         return len(self._stays)
@@ -51,7 +53,8 @@ class WaitingQueue:
         """
         assert request not in self._stays, f"{request.request_id} waits already"
         self._num_stays += 1
-        self._stays[request] = self._num_stays
+        self._stays[request] = self._num_stays, num_lacking
+        self.num_lacking += num_lacking
         heapq.heappush(self._by_order, (self._order_key(request), self._num_stays, request))
         heapq.heappush(self._by_turn, (self._turn_key(request, num_lacking), self._num_stays, request))
 
@@ -65,7 +68,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request, wherever it stands. O(1) on average."""
-        del self._stays[request]
+        self.num_lacking -= self._stays.pop(request)[1]
         for heap in (self._by_order, self._by_turn):
             if len(heap) > 2 * len(self._stays) + 8:
                 heap[:] = [entry for entry in heap if self._is_live(entry)]
@@ -77,4 +80,5 @@ class WaitingQueue:
         return (heap[0][0], heap[0][2]) if heap else None
 
     def _is_live(self, entry: tuple[Key, int, Request]) -> bool:
-        return self._stays.get(entry[2]) == entry[1]
+        stay = self._stays.get(entry[2])
+        return stay is not None and stay[0] == entry[1]

@@ -24,6 +24,7 @@ from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
 from quire.scheduler.limits import RoomWithin, SchedulerLimits, StepRoom, check_queue, check_request
+from quire.scheduler.pace import SecondsAlone, seconds_to_spare
 from quire.scheduler.progress import (
     advance,
     force,
@@ -45,8 +46,11 @@ logger = get_logger(__name__)
 
 WAITING, PREEMPTED = RequestStatus.WAITING, RequestStatus.PREEMPTED
 RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
+MEDIAN = 0.5  # the share of steps that take no longer than is predicted
 LEAST_PROMPT_TOKENS = 16  # the oldest prompt gets at least this number of tokens in a step, even if decodes take long
 SHARING_SECONDS = 10.0  # the time after a step with several requests in which another request is expected
+
+Rows = tuple[Sequence[int], Sequence[int], int]  # computed and new tokens of rows, and their rows of logits
 
 
 @dataclass(slots=True)
@@ -84,6 +88,7 @@ class Scheduler:
         speculation: asks for drafts; None: there are no drafts.
         adapters: decides which adapters run; None: all of them may.
         room_within: predicts the room for prompts in a step, for `slo_itl`; None: there is no such target.
+        seconds_alone: predicts the time of a step with one request, for `most_answer_times`, as `room_within` does.
         clock: gives monotonic seconds.
         num_stages: the number of pipeline stages. If there are several, a request waits until its last token is known,
             and decodes are spread over as many batches as there are stages, so that all stages compute.
@@ -103,6 +108,7 @@ class Scheduler:
         speculation: Speculation | None = None,
         adapters: AdapterTurns | None = None,
         room_within: RoomWithin | None = None,
+        seconds_alone: SecondsAlone | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_stages: int = 1,
         vocab_size: int = 1,
@@ -113,7 +119,7 @@ class Scheduler:
         self.kv = kv
         self._enable_chunked_prefill = enable_chunked_prefill
         self._rope_switches_after = rope_switches_after
-        self._room_within = room_within
+        self._room_within, self._seconds_alone = room_within, seconds_alone
         self.num_stages = num_stages
         self._vocab_size = vocab_size
         self._num_schedulable = num_schedulable if num_stages == 1 else num_schedulable_alone
@@ -255,6 +261,8 @@ class Scheduler:
         """
         names = self.limits.__dataclass_fields__.keys() & set(change.__struct_fields__)
         given = {name: value for name in names if (value := getattr(change, name)) is not None}
+        if change.max_shared_prefill_tokens is not None:
+            given["most_answer_times"] = 0.0  # who gives a number gets it
         self.limits = replace(self.limits, **given)
         if change.spec_tokens is not None:
             self.speculation.most = change.spec_tokens
@@ -306,10 +314,11 @@ class Scheduler:
                 num_drafts_left -= len(drafts)
                 budget -= self._add_row(step, request, min(count, budget) + len(drafts), drafts)
 
-        num_answers = len(step.rows)
-        if num_answers and budget > 0 and (prompts or len(self._queue)):
+        if step.rows and budget > 0 and (prompts or len(self._queue)):
             step.room = self._room_beside_batch(step.batch)
-        budget, has_time = self._left_for_prompts(prompts, num_answers, budget, step.room)
+        batch = step.batch
+        beside = batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
+        budget, has_time = self._left_for_prompts(prompts, step.rows, beside, budget, step.room)
         if not has_time:
             self._serve_oldest(step, prompts, budget)
         elif self._is_shared():
@@ -388,6 +397,9 @@ class Scheduler:
             if num_logits:
                 num_sampled, token_ids = len(token_ids), token_ids + result.forced.get(row, [])
                 num_taken, reason = append_tokens(request, token_ids)
+                if request.first_token_time is None:
+                    request.first_token_time = self._clock()
+                    request.num_untimed_tokens = len(request.output_token_ids)
                 force(request, max(num_taken - num_sampled, 0))
             if num_logits > 1:
                 end = min(end, request.num_tokens)  # accepted drafts may come after a stop
@@ -468,12 +480,13 @@ class Scheduler:
         return self._room_within(limits.slo_itl - drafter_seconds, limits.slo_attainment, starts, counts, num_logits)
 
     def _left_for_prompts(
-        self, prompts: Sequence[Request], num_answers: int, budget: int, room: StepRoom | None
+        self, prompts: Sequence[Request], answers: Sequence[Request], beside: Rows, budget: int, room: StepRoom | None
     ) -> tuple[int, bool]:
         """What a step leaves for prompts.
 
         Args:
             prompts: the running requests with prompts.
+            answers, beside: the requests of the other rows, and these rows.
             budget: the tokens that the other rows leave.
             room: what a target for the time between tokens leaves; None: there is no target.
 
@@ -481,10 +494,36 @@ class Scheduler:
             The tokens, and whether there is time for more than the oldest prompt.
         """
         if room is None:
-            return min(budget, self.limits.max_shared_prefill_tokens) if self._is_shared() else budget, True
+            return self._shared_tokens(prompts, answers, beside, budget) if self._is_shared() else budget, True
         least = min(budget, LEAST_PROMPT_TOKENS)
         fitting = room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
-        return max(fitting, least), fitting >= least or num_answers == 1
+        return max(fitting, least), fitting >= least or len(answers) == 1
+
+    def _shared_tokens(self, prompts: Sequence[Request], answers: Sequence[Request], beside: Rows, budget: int) -> int:
+        """The prompt tokens of a step that is shared: at least `max_shared_prefill_tokens`, and all without an answer.
+
+        There are more if the answers have time to spare: see pace.py.
+        """
+        limits, first = self.limits, self._queue.first_in_order()
+        least = min(budget, limits.max_shared_prefill_tokens)
+        if not limits.most_answer_times or self._room_within is None or self._seconds_alone is None or least == budget:
+            return least
+        oldest = [*prompts[:1], *([first[1]] if first is not None else [])]
+        timed = [request for request in answers if request.first_token_time is not None]
+        if not timed or not oldest:
+            return budget
+        seconds = seconds_to_spare(
+            self._clock(),
+            timed,
+            prompts,
+            self._queue.num_lacking,
+            len(self._queue),
+            min(request.received_time for request in oldest),
+            limits.most_answer_times,
+            self._seconds_alone,
+        )
+        room = self._room_within(seconds, MEDIAN, *beside)
+        return max(least, room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget))
 
     def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Serve only the oldest prompt, slowly, because decodes take all the time. Others wait until a request ends."""
@@ -603,10 +642,11 @@ class Scheduler:
         # A grammar may have forced more tokens of answers than fit. They are computed in several steps.
         left = max(self.limits.max_num_batched_tokens - sum(count for _, count in answers), 0)
         room = None
+        starts, counted = [request.num_computed_tokens for request, _ in answers], [count for _, count in answers]
+        rows = starts, counted, len(answers)
         if answers and left > 0:
-            starts = [request.num_computed_tokens for request, _ in answers]
-            room = self._room_beside(starts, [count for _, count in answers], len(answers))
-        budget, has_time = self._left_for_prompts(prompts, len(answers), left, room)
+            room = self._room_beside(*rows)
+        budget, has_time = self._left_for_prompts(prompts, [request for request, _ in answers], rows, left, room)
         left = budget
         for request in prompts if has_time else prompts[:1]:
             left -= self._chunk(num_lacking(request), left)

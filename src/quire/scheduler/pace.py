@@ -1,0 +1,49 @@
+"""How long a step may take where no target is given: prompts and answers are slowed down alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.request import Request
+
+# (computed tokens, new tokens) -> the seconds of a step with this request alone.
+SecondsAlone = Callable[[int, int], float]
+
+
+def seconds_to_spare(
+    now: float,
+    answers: Sequence[Request],
+    prompts: Sequence[Request],
+    queued_tokens: int,
+    num_queued: int,
+    received: float,
+    most_times: float,
+    seconds_alone: SecondsAlone,
+) -> float:
+    """The seconds of the next step after which the answers have taken as many times their time alone as prompts do.
+
+    Prompts take what the oldest of them has waited, and what all of them still lack, in times of a mean prompt alone.
+    Answers take the time since their first tokens, in times of a token of one of them alone. So answers that were fast
+    have time to spare for prompts.
+
+    Args:
+        now: on the scheduler's clock.
+        answers: requests with a `first_token_time`, one or more.
+        prompts: the running requests that lack more than one token.
+        queued_tokens, num_queued: the tokens that waiting requests lack, and their number. There is at least one
+            prompt or one waiting request.
+        received: when the oldest of these requests came.
+        most_times: answers take no more times their time alone than this, however long prompts wait.
+    """
+    num_prompts = len(prompts) + num_queued
+    num_tokens = queued_tokens + sum(request.num_tokens for request in prompts)
+    num_lacking = num_tokens - sum(request.num_computed_tokens for request in prompts)
+    mean_prompt = max(num_tokens // num_prompts, 1)
+    times = min((now - received) / seconds_alone(0, mean_prompt) + num_lacking / mean_prompt, most_times)
+    mean_context = sum(request.num_tokens for request in answers) // len(answers)
+    lasted = num_next = 0.0
+    for request in answers:
+        assert request.first_token_time is not None
+        lasted += now - request.first_token_time
+        num_next += len(request.output_token_ids) - request.num_untimed_tokens + 1
+    return (times * seconds_alone(mean_context, 1) * num_next - lasted) / len(answers)
