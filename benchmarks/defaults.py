@@ -6,17 +6,19 @@ at random (Poisson), in the workload `bursts` in bursts. The real scheduler runs
 the same requests at the same times under all settings. `best` is the best of max_num_seqs x max_num_batched_tokens x
 max_shared_prefill_tokens.
 
-    python benchmarks/defaults.py [--constants FILE] [--formats none int4] [--workloads chat ...] [--record]
+    python benchmarks/defaults.py [--constants FILE] [--formats none int4] [--workloads chat ...] [--seed N] [--record]
         [--save HARDWARE]
     python benchmarks/defaults.py --real MODEL [--formats none int4] [--workloads chat ...] [--save HARDWARE]
 
---constants: the constants of a model on a machine; the default is tests/planning/constants_0.6b.json. --record writes
-the best settings into that file: tests/planning/test_step_sizes.py compares with them.
+--constants: the constants of a model on a machine; the default is tests/planning/constants_0.6b.json. --seed: of
+the lengths and times of the requests. --record writes the best settings into that file:
+tests/planning/test_step_sizes.py compares with them.
 
 --real serves MODEL on this machine. The server's own calibration, corrected by a few requests, gives the constants,
 and the simulated sweep gives the best settings. Then fewer requests are really sent, with the settings of a start, with
 vLLM's, and with the best ones, in turns, at two rates around the simulated goodput. The result is the number of good
-requests per second, at the rate at which it is greater. --save writes benchmarks/results/HARDWARE/defaults_DATE.md and
+requests per second, at the rate at which it is greater. The server gets the numbers of a start as if they were given,
+so there they hold in every step. --save writes benchmarks/results/HARDWARE/defaults_DATE.md and
 .json, or defaults_real_DATE.
 """
 
@@ -119,14 +121,15 @@ class Case:
 
     Args:
         share: the share of the workload's requests that are sent.
+        seed: of the lengths and times of the requests.
     """
 
-    def __init__(self, machine: Machine, form: str, workload: str, share: float = 1.0) -> None:
+    def __init__(self, machine: Machine, form: str, workload: str, share: float = 1.0, seed: int = SEED) -> None:
         name, burstiness, num_requests = WORKLOADS[workload]
         num_requests = round(share * num_requests)
-        options = replace(named_workload(name), num_prompts=num_requests, random_range_ratio="0.5", seed=SEED)
+        options = replace(named_workload(name), num_prompts=num_requests, random_range_ratio="0.5", seed=seed)
         lengths = request_lengths(options, _no_tokenizer)
-        self._machine, self._form, self.burstiness = machine, form, burstiness
+        self._machine, self._form, self.burstiness, self._seed = machine, form, burstiness, seed
         # No two prompts begin alike: the prefix cache finds nothing.
         self.prompts = [
             Prompt([FIRST_ID + index] + [FIRST_ID] * (num_in - 1), num_out)
@@ -154,7 +157,7 @@ class Case:
         """The share of good requests at a rate."""
         client = client_of(self._machine.settled(self._form, settings), self._machine.model, self._cost)
         requests = [BenchRequest("", len(each.token_ids), each.output_len) for each in self.prompts]
-        times = arrival_times(Traffic(request_rate=rate, burstiness=self.burstiness), requests, SEED)
+        times = arrival_times(Traffic(request_rate=rate, burstiness=self.burstiness), requests, self._seed)
         return self.share_of(client.run(self.prompts, times).outcomes)
 
     def share_of(self, outcomes: Sequence[Outcome]) -> float:
@@ -201,8 +204,8 @@ def sweep() -> Iterator[Settings]:
 def judge(case: Case) -> dict[str, Any]:
     """The goodput of a start, with vLLM's values, and of the best settings."""
     found = {"start": case.settings({}), "vLLM": VLLM}
-    rates = {name: case.goodput(settings) for name, settings in found.items()}
-    found["best"], rates["best"] = case.best(found[max(rates, key=rates.__getitem__)])
+    rates = {"start": case.goodput({}), "vLLM": case.goodput(VLLM)}
+    found["best"], rates["best"] = case.best(VLLM)  # of numbers that are given, which hold in every step
     return {"settings": found, "goodput": rates, "limits": [case.ttft, case.tpot]}
 
 
@@ -319,6 +322,7 @@ def main() -> None:
     parser.add_argument("--constants", type=Path, default=RECORDED, metavar="FILE")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=tuple(WORKLOADS))
+    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--record", action="store_true", help="write the best settings into the file of constants")
     parser.add_argument("--real", metavar="MODEL", help="serve it")
     arguments = parser.parse_args()
@@ -330,12 +334,13 @@ def main() -> None:
             continue
         machine, found[form] = Machine.read(arguments.constants), {}
         for name in arguments.workloads:
-            found[form][name] = judged = judge(Case(machine, form, name))
+            found[form][name] = judged = judge(Case(machine, form, name, seed=arguments.seed))
             rates = judged["goodput"]
             print(f"{form} {name}: {', '.join(f'{each} {rate:.3g}' for each, rate in rates.items())}", flush=True)
             print(json.dumps(judged["settings"]), flush=True)
             best = {"settings": judged["settings"]["best"], "goodput": rates["best"]}
-            recording.setdefault("best", {}).setdefault(form, {})[name] = best
+            of_seed = recording.setdefault("best", {}).setdefault(str(arguments.seed), {})
+            of_seed.setdefault(form, {})[name] = best
     result = {
         **report.environment("python", "benchmarks/defaults.py"),
         "constants": "Constants of the server's calibration" if arguments.real else recording["note"],

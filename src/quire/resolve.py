@@ -216,6 +216,8 @@ class _Settling:
         shared = self._put_or(
             "max_shared_prefill_tokens", config.max_shared_prefill_tokens, *sizes.max_shared_prefill_tokens(budget)
         )
+        origin = self.record["max_shared_prefill_tokens"].source
+        paced = self.record.put("most_answer_times", *sizes.most_answer_times(origin))
         why, most_queued = "bounded in the server, unbounded offline", 1024 if is_server else None
         queued = self._put_or("max_num_queued_reqs", config.max_num_queued_reqs, most_queued, "default", why)
         if config.pipeline_parallel_size > 1:
@@ -228,7 +230,7 @@ class _Settling:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_shared_prefill_tokens=shared,
-            most_answer_times=sizes.most_answer_times(),
+            most_answer_times=paced,
             max_num_queued_reqs=queued,
             slo_ttft=config.slo_ttft,
             slo_itl=config.slo_itl,

@@ -39,6 +39,7 @@ _FURTHER_LIMITS = {
     "lora_bytes": "memory left for the KV cache",
     "kv_cache_bytes": "context held for all requests together",
     "unplanned_bytes": "what other programs may take",
+    "most_answer_times": "how much slower answers get when prompts wait",
     "num_blocks": "context held for all requests together",
     "kv_cache_tokens": "context held for all requests together",
     "kv_cache_chats": "chats that need not wait for each other",

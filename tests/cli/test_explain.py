@@ -58,6 +58,8 @@ def test_numbers_of_models(tmp_path: Path, name: str) -> None:
         step = settings[name]["step_seconds"]
         assert step["low"] < step["value"] < step["high"]
         assert f", bound by {step['bound']}) for {step['rows']}\n" in text
+    assert settings["most_answer_times"]["value"] == 8
+    assert "until answers on average have taken 8 times as long as one alone; vLLM has none" in text
 
 
 def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:

@@ -20,18 +20,20 @@ from tests.cost.models import CONSTANTS, cost_model
 
 GIB = 1 << 30
 MACHINE = defaults.Machine.read(defaults.RECORDED)
-BEST = json.loads(defaults.RECORDED.read_text())["best"]
+BEST = json.loads(defaults.RECORDED.read_text())["best"]  # by the seed of the requests
+SEED = str(defaults.SEED)
 LEAST_SHARE = 0.95  # of the best goodput
 LONG_STEPS = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "max_shared_prefill_tokens": 512}
 
 
-def is_as_good(form: str, workload: str, settings: dict[str, int]) -> bool:
+def is_as_good(form: str, workload: str, settings: dict[str, int], seed: str = SEED) -> bool:
     """Whether the goodput is nearly the best of a recorded sweep.
 
     It is the highest rate at which 95 % of the requests keep their times. A few requests more or less keep them at a
     slightly different rate: 2 of 40 long ones may miss them.
     """
-    case, best = defaults.Case(MACHINE, form, workload), BEST[form][workload]["goodput"]
+    case = defaults.Case(MACHINE, form, workload, seed=int(seed))
+    best = BEST[seed][form][workload]["goodput"]
     return any(case.share_good(settings, share * best) >= defaults.GOOD_SHARE for share in (LEAST_SHARE, 0.97, 1.0))
 
 
@@ -45,6 +47,13 @@ FEW = [(workload, defaults.FORMATS[at % len(defaults.FORMATS)]) for at, workload
 )
 def test_a_start_without_flags_is_within_5_percent_of_the_best(form: str, workload: str) -> None:
     assert is_as_good(form, workload, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sorted(BEST.keys() - {SEED}))
+@pytest.mark.parametrize(("workload", "form"), CASES)
+def test_so_it_is_with_other_requests(form: str, workload: str, seed: str) -> None:
+    assert is_as_good(form, workload, {}, seed)
 
 
 def test_bad_settings_are_not() -> None:
@@ -73,6 +82,24 @@ def test_the_reason_and_vllms_value_are_said() -> None:
     assert f"knee: a step of {budget.value:,} prompt tokens reaches 99% of the rate of longer ones" in budget.detail
     assert "vLLM on CPU takes 2,048" in budget.detail
     assert "a prompt alone has all" in found["max_shared_prefill_tokens"].detail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "times"),
+    [
+        ({}, 8),
+        ({"max_num_batched_tokens": 512}, 8),
+        ({"max_shared_prefill_tokens": 64}, 0),
+        ({"long_prefill_token_threshold": 64}, 0),
+        ({"enable_chunked_prefill": False}, 0),
+        ({"performance_mode": "interactivity"}, 0),
+        ({"is_server": False}, 0),
+    ],
+    ids=str,
+)
+def test_only_a_chosen_number_of_shared_tokens_is_a_least_one(arguments: dict[str, Any], times: float) -> None:
+    resolved = settled(**arguments)
+    assert resolved.scheduler.most_answer_times == resolved.settings["most_answer_times"].value == times
 
 
 def test_steps_of_an_offline_batch_are_longer() -> None:

@@ -132,6 +132,14 @@ def test_move_back_and_forth(running: RunningServer) -> None:
     assert moved["max"] == 128
 
 
+def test_a_number_of_shared_tokens_that_is_given_holds(running: RunningServer) -> None:
+    settings = running.http.get("/v1/config").json()["settings"]
+    assert (settings["most_answer_times"]["value"], settings["most_answer_times"]["live"]) == (8, False)
+    settings = running.http.post("/v1/config", json={"max_shared_prefill_tokens": 32}).json()["settings"]
+    assert settings["max_shared_prefill_tokens"]["value"] == 32
+    assert (settings["most_answer_times"]["value"], settings["most_answer_times"]["source"]) == (0, "live")
+
+
 def test_depth_of_drafts_moves(running: RunningServer) -> None:
     body = running.http.post("/v1/config", json={"spec_tokens": 0}).json()
     assert _moves(running) == [SetLimits(spec_tokens=0)]

@@ -71,6 +71,8 @@ def move_limits(engine: AsyncEngine, changes: Mapping[str, Any]) -> None:
     for ready in records:
         for name, value in changes.items():
             ready.resolved[name] = _moved(_record(ready, name), value)
+        if "max_shared_prefill_tokens" in changes:
+            ready.resolved["most_answer_times"] = _moved(_record(ready, "most_answer_times"), 0.0)
         ready.max_num_seqs = changes.get("max_num_seqs", ready.max_num_seqs)
         ready.max_num_batched_tokens = changes.get("max_num_batched_tokens", ready.max_num_batched_tokens)
 

@@ -109,17 +109,21 @@ class StepSizes:
         size = min(self.knee.prompt_tokens_beside(SHARED_ANSWERS, SHARED_CONTEXT, SHARED_TIMES), budget)
         why = f"{size:,} of prompts make a step about {SHARED_TIMES} times as long as {SHARED_ANSWERS} answers of "
         why += f"{SHARED_CONTEXT:,} tokens alone do; a prompt alone has all {budget:,}; vLLM has none"
-        if self.most_answer_times():
-            why += f"; more while prompts are slowed down more than answers, up to {MOST_ANSWER_TIMES:g} times"
         return size, "formula", why
 
-    def most_answer_times(self) -> float:
-        """See SchedulerLimits. Only a server on a CPU chooses the prompt tokens that several requests share."""
-        config = self.config
-        if config.max_shared_prefill_tokens is not None or config.sources["long_prefill_token_threshold"] != "default":
-            return 0.0
-        is_chosen = self.knee is not None and self.is_server and config.enable_chunked_prefill
-        return MOST_ANSWER_TIMES if is_chosen and config.performance_mode != "interactivity" else 0.0
+    def most_answer_times(self, shared: Source) -> tuple[float, Source, str]:
+        """See SchedulerLimits.
+
+        Args:
+            shared: the source of max_shared_prefill_tokens. Only a number that was chosen is a least one.
+        """
+        if shared != "formula":
+            return 0.0, "default", "a step never takes more than max_shared_prefill_tokens of prompts"
+        if self.config.performance_mode == "interactivity":
+            return 0.0, "formula", "answers come first for interactivity"
+        why = "a step takes more than max_shared_prefill_tokens while prompts are slowed down more than answers, until "
+        why += f"answers on average have taken {MOST_ANSWER_TIMES:g} times as long as one alone; vLLM has none"
+        return MOST_ANSWER_TIMES, "default", why
 
     def _vllm(self) -> tuple[tuple[int, int], str]:
         """vLLM's limits, and where."""

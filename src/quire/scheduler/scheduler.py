@@ -509,8 +509,10 @@ class Scheduler:
         if not limits.most_answer_times or self._room_within is None or self._seconds_alone is None or least == budget:
             return least
         oldest = [*prompts[:1], *([first[1]] if first is not None else [])]
+        if not oldest:
+            return least
         timed = [request for request in answers if request.first_token_time is not None]
-        if not timed or not oldest:
+        if not timed:
             return budget
         seconds = seconds_to_spare(
             self._clock(),
