@@ -229,7 +229,7 @@ class EngineConfig:
     max_shared_prefill_tokens: int | None = option(
         None,
         "Most prompt tokens of a step while several requests are there: the oldest prompt gets half, the prompts that "
-        "lack fewest tokens get the rest; 0: prompts go in order, as in vLLM; none: chosen, and more while prompts wait.",
+        "lack fewest tokens get the rest; 0: prompts go in order, as in vLLM; none: chosen, more if prompts wait.",
         live=True,
         type=parse_human_int,
         limits="prompt tokens of a shared step: how long a short prompt waits beside long ones",

@@ -150,7 +150,7 @@ class Driver:
             else Speculation(proposer, proposer.longest, (), adaptive, waits=waits, drafter_time=drafter_time),
             adapters=None if registry is None else AdapterTurns(max_loras, ORDER_KEYS[policy], registry.is_in_memory),
             room_within=None if cost is None else cost.room_within,
-            seconds_alone=None if cost is None else cost.seconds_alone,
+            predicts=cost,
             clock=clock,
             num_stages=num_stages,
         )

@@ -19,8 +19,14 @@ MOST_TIMES = 8.0
 SHARED, LENGTH = 16, 3000
 
 
-def alone(start: int, count: int) -> float:
-    return TOKEN if count == 1 else PROMPT_TOKEN * count
+class Linear:
+    """Time in proportion to tokens."""
+
+    def seconds_alone(self, start: int, count: int) -> float:
+        return TOKEN if count == 1 else PROMPT_TOKEN * count
+
+    def tokens_beside(self, num_answers: int, context: int, times: float, most: int) -> int:
+        raise AssertionError("no question of these tests")
 
 
 def made(num_prompt: int, num_output: int = 0, computed: int = 0, first_token_time: float | None = None) -> Request:
@@ -31,7 +37,7 @@ def made(num_prompt: int, num_output: int = 0, computed: int = 0, first_token_ti
 
 
 def spare(answers: list[Request], prompts: list[Request], waited: float, queued: tuple[int, int] = (0, 0)) -> float:
-    return seconds_to_spare(100.0, answers, prompts, *queued, 100.0 - waited, MOST_TIMES, alone)
+    return seconds_to_spare(100.0, answers, prompts, *queued, 100.0 - waited, MOST_TIMES, Linear())
 
 
 def test_a_new_answer_is_slowed_down_as_much_as_the_prompt() -> None:
@@ -112,6 +118,21 @@ def test_prompts_without_answers_have_the_whole_step() -> None:
         run.add(request(name, range(600), max_tokens=2))
     run.step()
     assert sum(rows(run).values()) == 256
+
+
+def test_a_slow_machine_has_fewer_tokens_in_any_case() -> None:
+    """The least number makes a step twice as long as a few answers, by predicted times."""
+    run, known = beside_an_answer(max_shared_prefill_tokens=512, max_num_batched_tokens=1024), cost()
+    run.step()
+    count = rows(run)["long"]
+    assert count == known.tokens_beside(8, 1024, 2, 512)
+    answers = known.arithmetic.load([1023] * 8, [1] * 8, 8)
+    times = [
+        known.predict(known.arithmetic.with_row(answers, 0, each, 1)).seconds / known.predict(answers).seconds
+        for each in (count, count + 1)
+    ]
+    assert 16 < count < 512
+    assert times[0] <= 2 < times[1]
 
 
 def test_a_flood_of_long_prompts_starves_nobody() -> None:

@@ -179,6 +179,15 @@ class CostModel:
         """The seconds of a step with `count` new tokens of one request after `start` computed ones."""
         return self.predict(self.arithmetic.load([start], [count], 1)).seconds
 
+    def tokens_beside(self, num_answers: int, context: int, times: float, most: int) -> int:
+        """The tokens of a new prompt, at most `most`, with which a step of answers takes at most `times` as long.
+
+        Args:
+            context: tokens of each answer.
+        """
+        answers = self.arithmetic.load([context - 1] * num_answers, [1] * num_answers, num_answers)
+        return StepRoom(self, answers, times * self.predict(answers).seconds).fitting(0, most)
+
     def room_within(
         self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], num_logits: int
     ) -> StepRoom:

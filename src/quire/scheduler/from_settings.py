@@ -100,7 +100,7 @@ def _of_lane(
         ),
         adapters=turns,
         room_within=cost.room_within,
-        seconds_alone=cost.seconds_alone,
+        predicts=cost,
         clock=clock,
         num_stages=schedule.pipeline_parallel_size,
         vocab_size=model_config.vocab_size,

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
+from quire.planning.step_sizes import SHARED_ANSWERS, SHARED_CONTEXT, SHARED_TIMES
 from quire.request import Request
 
-# (computed tokens, new tokens) -> the seconds of a step with this request alone.
-SecondsAlone = Callable[[int, int], float]
+
+class Predicts(Protocol):
+    """Predicts steps: see CostModel."""
+
+    def seconds_alone(self, start: int, count: int, /) -> float:
+        """The seconds of a step with `count` new tokens of one request after `start` computed ones."""
+        ...
+
+    def tokens_beside(self, num_answers: int, context: int, times: float, most: int, /) -> int:
+        """The tokens of a new prompt with which a step of answers takes at most `times` as long."""
+        ...
+
+
+def least_tokens(chosen: int, predicts: Predicts) -> int:
+    """The prompt tokens that a step has beside answers in any case, at most the number that was chosen at the start.
+
+    The start believes the data sheet of the machine. Where products are slower, fewer tokens make a step as long.
+    """
+    return predicts.tokens_beside(SHARED_ANSWERS, SHARED_CONTEXT, SHARED_TIMES, chosen)
 
 
 def seconds_to_spare(
@@ -18,7 +37,7 @@ def seconds_to_spare(
     num_queued: int,
     received: float,
     most_times: float,
-    seconds_alone: SecondsAlone,
+    predicts: Predicts,
 ) -> float:
     """The seconds of the next step after which the answers have taken as many times their time alone as prompts do.
 
@@ -39,11 +58,11 @@ def seconds_to_spare(
     num_tokens = queued_tokens + sum(request.num_tokens for request in prompts)
     num_lacking = num_tokens - sum(request.num_computed_tokens for request in prompts)
     mean_prompt = max(num_tokens // num_prompts, 1)
-    times = min((now - received) / seconds_alone(0, mean_prompt) + num_lacking / mean_prompt, most_times)
+    times = min((now - received) / predicts.seconds_alone(0, mean_prompt) + num_lacking / mean_prompt, most_times)
     mean_context = sum(request.num_tokens for request in answers) // len(answers)
     lasted = num_next = 0.0
     for request in answers:
         assert request.first_token_time is not None
         lasted += now - request.first_token_time
         num_next += len(request.output_token_ids) - request.num_untimed_tokens + 1
-    return (times * seconds_alone(mean_context, 1) * num_next - lasted) / len(answers)
+    return (times * predicts.seconds_alone(mean_context, 1) * num_next - lasted) / len(answers)

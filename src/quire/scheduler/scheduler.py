@@ -24,7 +24,7 @@ from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
 from quire.scheduler.limits import RoomWithin, SchedulerLimits, StepRoom, check_queue, check_request
-from quire.scheduler.pace import SecondsAlone, seconds_to_spare
+from quire.scheduler.pace import Predicts, least_tokens, seconds_to_spare
 from quire.scheduler.progress import (
     advance,
     force,
@@ -88,7 +88,7 @@ class Scheduler:
         speculation: asks for drafts; None: there are no drafts.
         adapters: decides which adapters run; None: all of them may.
         room_within: predicts the room for prompts in a step, for `slo_itl`; None: there is no such target.
-        seconds_alone: predicts the time of a step with one request, for `most_answer_times`, as `room_within` does.
+        predicts: predicts steps for `most_answer_times`, as `room_within` does.
         clock: gives monotonic seconds.
         num_stages: the number of pipeline stages. If there are several, a request waits until its last token is known,
             and decodes are spread over as many batches as there are stages, so that all stages compute.
@@ -108,7 +108,7 @@ class Scheduler:
         speculation: Speculation | None = None,
         adapters: AdapterTurns | None = None,
         room_within: RoomWithin | None = None,
-        seconds_alone: SecondsAlone | None = None,
+        predicts: Predicts | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_stages: int = 1,
         vocab_size: int = 1,
@@ -119,7 +119,7 @@ class Scheduler:
         self.kv = kv
         self._enable_chunked_prefill = enable_chunked_prefill
         self._rope_switches_after = rope_switches_after
-        self._room_within, self._seconds_alone = room_within, seconds_alone
+        self._room_within, self._predicts = room_within, predicts
         self.num_stages = num_stages
         self._vocab_size = vocab_size
         self._num_schedulable = num_schedulable if num_stages == 1 else num_schedulable_alone
@@ -500,16 +500,13 @@ class Scheduler:
         return max(fitting, least), fitting >= least or len(answers) == 1
 
     def _shared_tokens(self, prompts: Sequence[Request], answers: Sequence[Request], beside: Rows, budget: int) -> int:
-        """The prompt tokens of a step that is shared: at least `max_shared_prefill_tokens`, and all without an answer.
-
-        There are more if the answers have time to spare: see pace.py.
-        """
+        """The prompt tokens of a step that is shared: `max_shared_prefill_tokens`, or as pace.py says."""
         limits, first = self.limits, self._queue.first_in_order()
         least = min(budget, limits.max_shared_prefill_tokens)
-        if not limits.most_answer_times or self._room_within is None or self._seconds_alone is None or least == budget:
+        if not limits.most_answer_times or self._room_within is None or self._predicts is None:
             return least
         oldest = [*prompts[:1], *([first[1]] if first is not None else [])]
-        if not oldest:
+        if not oldest or not budget:
             return least
         timed = [request for request in answers if request.first_token_time is not None]
         if not timed:
@@ -522,8 +519,9 @@ class Scheduler:
             len(self._queue),
             min(request.received_time for request in oldest),
             limits.most_answer_times,
-            self._seconds_alone,
+            self._predicts,
         )
+        least = max(least_tokens(least, self._predicts), min(least, LEAST_PROMPT_TOKENS))
         room = self._room_within(seconds, MEDIAN, *beside)
         return max(least, room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget))
 
