@@ -521,9 +521,11 @@ class Scheduler:
             limits.most_answer_times,
             self._predicts,
         )
-        least = max(least_tokens(least, self._predicts), min(least, LEAST_PROMPT_TOKENS))
         room = self._room_within(seconds, MEDIAN, *beside)
-        return max(least, room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget))
+        fitting = room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
+        if fitting >= least:
+            return fitting
+        return max(fitting, least_tokens(least, self._predicts), min(least, LEAST_PROMPT_TOKENS))
 
     def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Serve only the oldest prompt, slowly, because decodes take all the time. Others wait until a request ends."""
