@@ -9,6 +9,7 @@ import torch
 from quire.loader import load
 from quire.messages import Progress
 from quire.model_config import ModelConfig
+from quire.models.form import ALONE, Sharing
 from quire.models.registry import CausalLM
 from quire.settings import DeviceSettings, ModelSettings
 
@@ -31,9 +32,10 @@ def load_model(
     *,
     device: str = "cpu",
     target: CausalLM | None = None,
+    sharing: Sharing = ALONE,
     **fields: Any,
 ) -> CausalLM:
     """`fields` of ModelSettings."""
     model = ModelSettings(dtype=str(dtype).removeprefix("torch."), **MODEL | fields)
     place = DeviceSettings(device, "", 1, False, "auto", "NONE", (), None, None)
-    return load.load_model(config, model, place, progress, target=target)
+    return load.load_model(config, model, place, progress, target=target, sharing=sharing)

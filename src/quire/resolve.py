@@ -25,7 +25,7 @@ from quire.execution_choices import (
 from quire.formats.answer_formats import AnswerFormats
 from quire.formats.kv_format import KV_CACHE_DTYPES, RANGE_POSITIONS, kv_format
 from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
-from quire.formats.weight_format import ON_LOAD, packs_floats
+from quire.formats.weight_format import ON_LOAD, PANEL_WIDTH, packs_floats
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.lora.from_config import lora_settings
 from quire.model_config import DTYPE_BYTES, ModelConfig
@@ -155,6 +155,11 @@ class _Settling:
             if gpu is None:
                 why = "processes of this machine, with its cores divided; "
                 why += "tokens and logprobs are as with one rank, to the bit"
+            if not model.runs_natively(config.model_impl):
+                why += (
+                    "; in transformers' modelling code, a rank has its heads' KV cache, its tokens of embeddings and "
+                )
+                why += f"its outputs of linear layers that have {PANEL_WIDTH} for each rank, and all of everything else"
             for name in ("tensor_parallel_size", "pipeline_parallel_size"):
                 put(name, getattr(config, name), config.sources[name], why)
         if config.enable_expert_parallel:
@@ -437,7 +442,6 @@ def _check_ranks(config: EngineConfig, gpu: GpuFacts | None) -> None:
         ),
         (gpu is not None and config.enable_eplb, "a GPU and --enable-eplb", "Leave --enable-eplb out"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
-        (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
     )
     kinds = {"pipeline_parallel_size": "Pipeline parallelism", "tensor_parallel_size": "Tensor parallelism"}
     kind = kinds.get(name, "Sharing experts by --enable-expert-parallel and --data-parallel-size")

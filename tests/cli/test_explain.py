@@ -168,6 +168,21 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
     assert more == 2 * on_all
 
 
+def test_what_each_rank_of_modelling_code_holds(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "Qwen2.5-0.5B", architectures=["OtherForCausalLM"], model_type="other")
+    model = load_model_config(folder, any_architecture=True)
+    whole, shared = (
+        explain("m", EngineConfig(tensor_parallel_size=degree), ServerConfig(), model, DEVICE) for degree in (1, 2)
+    )
+    assert "modelling code" not in whole.text()
+    assert "in transformers' modelling code, a rank has its heads' KV cache, its tokens of embed" in shared.text()
+    ranks, num_bytes = shared.as_dict()["ranks"], whole.settings["weight_bytes"].value
+    assert sum(rank["weight_bytes"] for rank in ranks) == pytest.approx(num_bytes, rel=0.01)
+    assert sum(rank["kv_bytes_per_token"] for rank in ranks) == model.kv_bytes_per_token(kv_format("auto", "bfloat16"))
+    with pytest.raises(ConfigError, match="runs all layers at once"):
+        explain("m", EngineConfig(pipeline_parallel_size=2), ServerConfig(), model, DEVICE)
+
+
 def test_lanes_and_replicas_are_told_apart(tmp_path: Path) -> None:
     """With -ep, -dp is one engine whose lanes share experts; without, copies of the model."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}

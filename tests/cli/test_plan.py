@@ -234,6 +234,21 @@ def test_whole_experts_on_devices_to_choose_from(tmp_path: Path, capsys: pytest.
     assert (first["tensor_parallel_size"], first["pipeline_parallel_size"]) == (1, 2)
 
 
+def test_modelling_code_has_one_stage_and_all_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "num_key_value_heads": 2}
+    architecture = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    folder = str(write_config(tmp_path, "Qwen3-0.6B", **architecture, **sizes))
+    memory = ("--device", "cpu", "--kv-cache-memory-bytes", "1000000000")
+    words = (folder, "-tp", "4", "--model-impl", "transformers", *memory)
+    found = shown(capsys, *words)
+    assert found["most_stages"] == 1
+    assert {row["pipeline_parallel_size"] for row in found["layouts"]} == {1}
+    assert not any(row["enable_expert_parallel"] for row in found["layouts"])
+    of_experts = 28 * 8 * 3 * 768 * 1024 * 2
+    assert all(rank["weight_bytes"] > of_experts for rank in found["ranks"])
+    assert "; -pp 1; -dcp" in text_of(capsys, *words)
+
+
 def test_lanes_that_share_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
     folder = str(write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts))

@@ -212,6 +212,12 @@ def test_whole_experts(num_stages: int, arguments: dict[str, Any], tmp_path: Pat
     assert found == one
 
 
+def test_modelling_code() -> None:
+    """It is not captured in graphs."""
+    code = {"model_impl": "transformers"}
+    assert of_gpus(2, two_layers(), enforce_eager=True, **code) == of_ranks(1, two_layers(), **code)
+
+
 def test_graphs_of_a_stage_begin_with_new_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold no transfer. What a step before has left in the rows of the padding is not read."""
     engine = started(1, two_layers(), num_stages=2, cudagraph_capture_sizes=(4,))

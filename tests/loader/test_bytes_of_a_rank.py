@@ -12,7 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from quire.loader.safetensors import open_checkpoint
 from quire.loader.safetensors_writer import write_tensors
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
-from quire.models.form import ModelForm
+from quire.models.form import ModelForm, Sharing
 from quire.models.registry import build_model
 from quire.planning.cut_stages import part_of_rank
 from tests.gguf.writing import write_gguf
@@ -146,6 +146,39 @@ def test_a_rank_reads_its_share_of_the_file(name: str, tmp_path: Path) -> None:
         assert read <= MOST * share
         total += read
     assert total <= MOST * path.stat().st_size
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A group whose other ranks have not come yet."""
+
+    rank: int
+    size: int
+
+    def gather(self, part: torch.Tensor, widths: Any) -> torch.Tensor:
+        raise AssertionError("a rank waits for others while it loads")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no page can be dropped")
+@pytest.mark.parametrize("name", ["dense", "fused"])
+def test_a_rank_reads_its_share_for_modelling_code(name: str, tmp_path: Path) -> None:
+    """transformers places the tensors, and only the rows of the rank are read."""
+    form, sizes = MODELS[name]
+    path = write(tmp_path, form, is_stacked=False, numbers=torch.ones)  # with zeros no query depends on its position
+    config = EngineConfig.from_kwargs(**sizes, model_impl="transformers")
+    for rank in range(2):
+        for _ in range(MOST_TRIES):
+            drop(path)
+            if num_bytes_in_memory(path):
+                pytest.skip("the files of this folder are always in memory")
+            part = part_of_rank(load_model_config(tmp_path), config, rank)
+            sharing = Sharing(group=Waiting(rank, 2))  # type: ignore[arg-type]
+            load_model(part, torch.bfloat16, model_impl="transformers", sharing=sharing)
+            read, share = num_bytes_in_memory(path), path.stat().st_size / 2
+            print(f"{name}, rank {rank}: {read / share:.3f} of its share")
+            if read <= MOST * share:
+                break
+        assert 0.9 * share < read <= MOST * share
 
 
 STORED: dict[str, Format | Fp8Form] = {

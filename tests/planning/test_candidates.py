@@ -475,6 +475,16 @@ def test_a_degree_that_was_asked_for(tmp_path: Path) -> None:
     assert {row.fit.form.weights.name for row in found.rows} == {"int4"}, "what the user has named is not up for choice"
 
 
+def test_ranks_of_modelling_code_exchange_more(tmp_path: Path) -> None:
+    folder, found = write_config(tmp_path, "Llama-3.1-8B"), []
+    for model_impl in ("native", "transformers"):
+        rows = candidates_of(folder, "h100x2", degree=2, model_impl=model_impl)
+        (row,) = rows_of(rows, weights="bfloat16", kv="auto")
+        assert row.service is not None
+        found.append(row.service.at(1))
+    assert found[0].itl.value < found[1].itl.value
+
+
 def test_the_documented_table() -> None:
     """docs/planning.md has a row for each GPU that kernels run on, with its numbers."""
     text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()

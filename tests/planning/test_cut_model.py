@@ -12,7 +12,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.formats.kv_format import kv_format
 from quire.model_config import ModelConfig, load_model_config
-from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, legal_degrees
+from quire.planning.cut_model import ByCode, ExpertCut, ModelCut, check_degree, legal_degrees
 from tests.real_models import write_config
 
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}}
@@ -124,7 +124,18 @@ def test_a_wrong_degree_is_refused_with_the_valid_ones(
     assert f"one of {valid} with {num_devices} devices; the model allows 1, 2, 3, 4" in error.value.message
 
 
-def test_what_transformers_runs_is_not_cut(tmp_path: Path) -> None:
-    folder = write_config(tmp_path, "Llama-3.2-1B", architectures=["OtherForCausalLM"], model_type="other")
+def test_what_transformers_runs_is_cut_by_heads(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "SmolLM2-135M", architectures=["OtherForCausalLM"], model_type="other")
     model = load_model_config(folder, any_architecture=True)
-    assert legal_degrees(model, 8) == [1]
+    assert legal_degrees(model, 16) == list(range(1, 10))
+    parts = [ModelCut(model, 3).part(rank) for rank in range(3)]
+    assert sum(part.kv_bytes_per_token(BF16) for part in parts) == model.kv_bytes_per_token(BF16)
+    assert sum(part.weight_bytes("bfloat16") for part in parts) < 1.01 * model.weight_bytes("bfloat16")
+
+
+def test_modelling_code_has_all_experts_on_each_rank(tmp_path: Path) -> None:
+    model = model_of(tmp_path, "Qwen3-4B", **EXPERTS)
+    part = ModelCut(model, 2, ByCode()).part()
+    assert part.experts() == model.experts()
+    assert part.kv_bytes_per_token(BF16) == model.kv_bytes_per_token(BF16) // 2
+    assert part.layers[0].attention != model.layers[0].attention

@@ -86,8 +86,8 @@ class Steps(Protocol):
         ...
 
 
-class Group(Protocol):
-    """The ranks that share a stage. All of them must call the same methods in the same order, with the same shapes."""
+class Gathering(Protocol):
+    """Ranks that join columns. All of them must call `gather` in the same order, with the same shapes."""
 
     rank: int
     size: int
@@ -104,6 +104,10 @@ class Group(Protocol):
             StepVoid: another rank has left the step.
         """
         ...
+
+
+class Group(Gathering, Protocol):
+    """The ranks that share a stage. All of them must call the same methods in the same order, with the same shapes."""
 
     def gather_to_first(self, part: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
         """Like `gather`, but only the first rank gets the columns. Other ranks get [T, 0].

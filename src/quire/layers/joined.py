@@ -5,10 +5,12 @@ Dimensions: T tokens, K in-features, N out-features, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from quire.distributed.group import Group
+from quire.distributed.group import Gathering, Group
 from quire.kernels.fp8 import Rows
 from quire.layer_spec.cuts import Share
 from quire.layers.embedding import Lookup
@@ -53,9 +55,15 @@ class JoinedNorm:
 
 
 class JoinedLookup(Lookup):
-    """A Lookup of several ranks: each has the rows of some tokens, and all ranks get all rows that are asked for."""
+    """A Lookup of several ranks: each has the rows of some tokens, and all ranks get all rows that are asked for.
 
-    def __init__(self, lookup: Lookup, share: Share, group: Group, device: torch.device) -> None:
+    Args:
+        lookup: looks this rank's rows up: int64 numbers of own rows [T] -> [T, D].
+    """
+
+    def __init__(
+        self, lookup: Callable[[Tensor], Tensor], share: Share, group: Gathering, device: torch.device
+    ) -> None:
         self._lookup, self._own, self._group = lookup, share.own_rows(0), group
         self._starts = torch.tensor([rows.start for rows in share.rows[0][1:]], device=device)
 

@@ -10,7 +10,6 @@ from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat
 from quire.kernels.pages import trim
 from quire.loader.dummy import dummy_weights
-from quire.loader.extents import all_of
 from quire.loader.gguf import GgufCheckpoint
 from quire.loader.packed_cache import PackedCache
 from quire.loader.safetensors import Checkpoint, open_checkpoint
@@ -61,7 +60,7 @@ def load_model(
     )
     model: CausalLM
     if settings.model_impl == "transformers" or (settings.model_impl == "auto" and not config.is_native):
-        model = _transformers_model(config, form)
+        model = _transformers_model(config, form, sharing)
     else:
         native = target if isinstance(target, Decoder) else None
         model = _native_model(config, form, native, sharing, is_dummy=checkpoint is None)
@@ -73,7 +72,7 @@ def load_model(
     return model
 
 
-def _transformers_model(config: ModelConfig, form: ModelForm) -> CausalLM:
+def _transformers_model(config: ModelConfig, form: ModelForm, sharing: Sharing) -> CausalLM:
     if form.quantization is not None or config.quantized is not None:
         raise ConfigError(
             f"{config.architecture} runs through transformers' modelling code, which is not quantized here",
@@ -83,7 +82,7 @@ def _transformers_model(config: ModelConfig, form: ModelForm) -> CausalLM:
         )
     from quire.models.transformers_backend import TransformersModel
 
-    return TransformersModel(config, form.dtype, form.device, form.attention_backend)
+    return TransformersModel(config, form.dtype, form.device, form.attention_backend, sharing)
 
 
 def _native_model(
@@ -128,7 +127,7 @@ def _load_weights(
     if checkpoint is None:
         model.load_weights(dummy_weights(model.expected_weights(), form.dtype, form.device))
     else:
-        model.load_weights(checkpoint.tensors(progress, model.extent if isinstance(model, Decoder) else all_of))
+        model.load_weights(checkpoint.tensors(progress, model.extent))
 
 
 def _open(config: ModelConfig, load_format: str) -> Checkpoint | GgufCheckpoint:

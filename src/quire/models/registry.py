@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.errors import ModelConfigError
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.layers.weight_slot import Extent
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.form import ALONE, ModelForm, Sharing
@@ -29,6 +30,10 @@ class CausalLM(Protocol):
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors that `load_weights` needs, by checkpoint name. `--load-format dummy` fills them."""
+        ...
+
+    def extent(self, checkpoint_name: str) -> Extent | None:
+        """The part of a tensor that `load_weights` and `finalize` read; None: they read all of the tensor."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -55,8 +60,19 @@ class CausalLM(Protocol):
         """Compute hidden_TD after the final norm, in `dtype`. Keys and values of the tokens go to batch.caches."""
         ...
 
-    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """Compute logits_RV in float32. `adapter_slots_R`: the adapter of each row, as in ForwardBatch."""
+    def compute_logits(
+        self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, owners_R: Tensor | None = None
+    ) -> Tensor:
+        """Compute logits_RV in float32.
+
+        Args:
+            adapter_slots_R: the adapter of each row, as in ForwardBatch.
+            owners_R: the rank that gets each row, int32; None: the first rank gets all rows.
+        """
+        ...
+
+    def own_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
+        """Like `compute_logits`, but only for the part of the vocabulary that this rank has."""
         ...
 
 

@@ -20,6 +20,7 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.layer import Attention
 from quire.forward_batch import ForwardBatch
 from quire.hf_config.refusal import refusal
+from quire.models.transformers_layers import HeadsOfRanks
 
 PROBE, PAGED = "quire_probe", "quire_paged"
 
@@ -41,17 +42,26 @@ class StepContext:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """The function that an attention module calls while serving."""
+    """The function that an attention module calls while serving.
+
+    Attributes:
+        heads: the heads of each rank; None: there is one rank.
+    """
 
     context: StepContext
     attention: Attention
     dtype: torch.dtype
+    heads: HeadsOfRanks | None = None
 
     def __call__(self, q_1HTE: Tensor, k_1GTE: Tensor, v_1GTE: Tensor) -> Tensor:
         batch = self.context.batch
         assert batch is not None, "attention outside of forward()"
-        q_THE, k_TGE, v_TGE = (x[0].transpose(0, 1).to(self.dtype).contiguous() for x in (q_1HTE, k_1GTE, v_1GTE))
-        return self.attention(q_THE, k_TGE, v_TGE, batch).unsqueeze(0)
+        q_THE, k_TGE, v_TGE = (x[0].transpose(0, 1) for x in (q_1HTE, k_1GTE, v_1GTE))
+        if self.heads is not None:
+            q_THE, k_TGE, v_TGE = self.heads.own(q_THE, k_TGE, v_TGE)
+        q_THE, k_TGE, v_TGE = (x.to(self.dtype).contiguous() for x in (q_THE, k_TGE, v_TGE))
+        out_THE = self.attention(q_THE, k_TGE, v_TGE, batch)
+        return (out_THE if self.heads is None else self.heads.join(out_THE)).unsqueeze(0)
 
 
 @dataclass

@@ -11,8 +11,12 @@ Dimensions: T tokens, R rows with logits, D hidden, K in-features, N out-feature
 from __future__ import annotations
 
 import inspect
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from quire import logs
+from quire.attention.backend import AttentionSpec
+from quire.attention.divided import DividedAttention
 from quire.attention.layer import Attention
 from quire.attention.select import SharedBackends
 from quire.errors import ConfigError, ModelConfigError
@@ -28,11 +34,21 @@ from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.hf_config.json_file import read_object
 from quire.hf_config.refusal import refusal
 from quire.hf_config.translate import merge
-from quire.kernels.dense import linear, pack_linear
 from quire.kernels.pages import copied
+from quire.layers.weight_slot import Extent, ExtentOf
 from quire.model_config import ModelConfig
 from quire.models import transformers_attention as attention
+from quire.models.form import ALONE, Sharing
+from quire.models.transformers_layers import (
+    CodeRanks,
+    CutEmbedding,
+    HeadsOfRanks,
+    KernelLinear,
+    extents,
+    replace_layers,
+)
 from quire.models.weights import check_fit, without_kv_scales
+from quire.resolve import shown_bytes
 
 # Settings in config.json that would make transformers load other code, other kernels or other files.
 _IGNORED_SETTINGS = (
@@ -50,7 +66,12 @@ _IGNORED_SETTINGS = (
 # another one.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # the values in layer_types
+_MOST_NAMES = 3  # in a log line
 _PROBE_SHIFT = 5  # the second probe begins at this position, the first at 0
+# transformers changes settings of the process while it makes a model, and ranks may be threads of one process.
+_loading = threading.Lock()
+
+logger = logs.get_logger(__name__)
 
 
 class TransformersModel:
@@ -61,6 +82,7 @@ class TransformersModel:
         dtype: the dtype of weights, activations and KV cache.
         device: the model runs there.
         attention_backend: the name of the backend; see attention.select.
+        sharing: the ranks with which the model is shared.
 
     Raises:
         ModelConfigError: transformers does not know the architecture, or it cannot run on paged attention.
@@ -68,9 +90,15 @@ class TransformersModel:
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, attention_backend: str = "auto"
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention_backend: str = "auto",
+        sharing: Sharing = ALONE,
     ) -> None:
-        self.config = config
+        self.config, self._num_kv_owners = config, sharing.num_kv_owners
+        self._ranks = None if sharing.group is None else CodeRanks(sharing.group)
         self.device = device
         self.mapped_bytes = 0
         self.dtype = dtype
@@ -86,13 +114,25 @@ class TransformersModel:
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all parameters and saved buffers by name; tied tensors appear once."""
-        with torch.device("meta"):
-            model = self._model_class(self._hf_config)
-        model.tie_weights()
-        by_tensor = {
-            id(tensor): (name, tuple(tensor.shape)) for name, tensor in model.state_dict(keep_vars=True).items()
-        }
+        tensors = self._without_values.state_dict(keep_vars=True)
+        by_tensor = {id(tensor): (name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         return dict(by_tensor.values())
+
+    def extent(self, checkpoint_name: str) -> Extent | None:
+        """The part of a tensor that this rank reads; None: it reads all of the tensor."""
+        return None if self._extents is None else self._extents(checkpoint_name)
+
+    @cached_property
+    def _extents(self) -> ExtentOf | None:
+        return None if self._ranks is None else extents(self._without_values, self._ranks)
+
+    @property
+    def _without_values(self) -> Any:
+        """The model with tied weights, on torch's device `meta`."""
+        with _loading, torch.device("meta"):
+            model = self._model_class(self._hf_config)
+            model.tie_weights()
+        return model
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the tensors of a checkpoint. They may have the names of any version of transformers.
@@ -101,11 +141,12 @@ class TransformersModel:
             WeightsError: tensors are missing or unexpected, or have another shape. The message names them.
         """
         self._hf_config._attn_implementation = attention.PROBE
-        with _quiet_transformers():
+        given = dict(without_kv_scales(weights))
+        with _loading, _quiet_transformers():
             model, report = self._model_class.from_pretrained(
                 None,
                 config=self._hf_config,
-                state_dict=dict(without_kv_scales(weights)),
+                state_dict=given,
                 dtype=self.dtype,
                 attn_implementation=attention.PROBE,
                 ignore_mismatched_sizes=True,  # the report lists them all
@@ -113,7 +154,7 @@ class TransformersModel:
                 trust_remote_code=False,
             )
         _check_report(report)
-        self._model = model.eval().requires_grad_(False).to(self.device)
+        self._model = model.eval().requires_grad_(False)
 
     @torch.inference_mode()
     def finalize(self) -> None:
@@ -122,17 +163,17 @@ class TransformersModel:
         Raises:
             ModelConfigError: the modelling code cannot run on paged attention.
         """
-        _pack_linear_layers(self._model, self.dtype)
+        replace_layers(self._model, self.dtype, self.device, self._ranks)
+        self._model.to(self.device)
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             tensor.data = copied(tensor.data)  # a tensor that was not packed is still a view of the mapped file
         self._body = self._split_off_head()
         calls = self._probe(0)
         attention.check_calls(calls, self._probe(_PROBE_SHIFT), self.config.architecture, self.config.num_layers)
         for call in calls:
-            self._check_cache_shape(call)
-            paged = Attention(call.layer, self._backends.get(call.layer, call.spec), cos_sin_LR=None)
-            attention.attach_layer(call.module, attention.LayerAttention(self._context, paged, self.dtype))
+            attention.attach_layer(call.module, self._layer_attention(call))
         _set_attention(self._body, attention.PAGED)
+        self._log_what_is_whole()
 
     def weight_bytes(self) -> int:
         """Bytes of the loaded weights. Weights that several layers share count once."""
@@ -142,6 +183,21 @@ class TransformersModel:
             parameters |= {parameter.data_ptr(): parameter.nbytes for parameter in part.parameters()}
             packed += sum(module.packed.nbytes for module in part.modules() if isinstance(module, KernelLinear))
         return sum(parameters.values()) + packed
+
+    def _log_what_is_whole(self) -> None:
+        """Say which weights all ranks hold."""
+        if self._ranks is None or self._ranks.rank != 0:
+            return
+        num_cut, whole = 0, Counter[str]()
+        for module in {id(module): module for part in (self._body, self._model) for module in part.modules()}.values():
+            if isinstance(module, CutEmbedding) or (isinstance(module, KernelLinear) and module.is_cut):
+                num_cut += 1
+                continue
+            whole[type(module).__name__] += sum(each.nbytes for each in module.parameters(recurse=False))
+            whole[type(module).__name__] += module.packed.nbytes if isinstance(module, KernelLinear) else 0
+        named = ", ".join(f"{name} {shown_bytes(count)}" for name, count in whole.most_common(_MOST_NAMES) if count)
+        total = shown_bytes(whole.total())
+        logger.info("ranks share %d layers of the modelling code; each holds all of %s (%s)", num_cut, total, named)
 
     def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
         """Do the host's work for a step."""
@@ -157,11 +213,31 @@ class TransformersModel:
         finally:
             self._context.batch = None
 
-    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """Compute logits_RV in float32. The model class's own head applies its scale and its cap."""
+    def compute_logits(
+        self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, owners_R: Tensor | None = None
+    ) -> Tensor:
+        """Compute logits_RV in float32. The model class's own head applies its scale and its cap.
+
+        A head may compute with all logits of a row. So all ranks get them, and each keeps its rows.
+        """
         assert adapter_slots_R is None, "adapters are for native models"
+        logits_RV = self._logits(hidden_RD)
+        if self._ranks is None:
+            return logits_RV.float()
+        if owners_R is not None:
+            return logits_RV[owners_R == self._ranks.rank].float()
+        return (logits_RV if self._ranks.rank == 0 else logits_RV[:, :0]).float()
+
+    def own_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
+        """Like `compute_logits`, but only for the part of the vocabulary that this rank has."""
+        assert adapter_slots_R is None, "adapters are for native models"
+        share, logits_RV = self.config.vocab_share, self._logits(hidden_RD)
+        own = range(logits_RV.shape[1]) if share is None else share.own_rows(0)
+        return logits_RV[:, own.start : own.stop].float()
+
+    def _logits(self, hidden_RD: Tensor) -> Tensor:
         logits_1RV: Tensor = self._model(inputs_embeds=hidden_RD[None], use_cache=False).logits
-        return logits_1RV[0].float()
+        return logits_1RV[0]
 
     def _run_body(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         output = self._body(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False)
@@ -187,16 +263,31 @@ class TransformersModel:
         attention.attach_probe(self._body, probe)
         positions_T = torch.arange(3, device=self.device)
         try:
-            self._run_body(positions_T % self.config.vocab_size, positions_T + first_position)
+            with nullcontext() if self._ranks is None else self._ranks.alone():  # others may still read weights
+                self._run_body(positions_T % self.config.vocab_size, positions_T + first_position)
         except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
             raise refusal(self.config.architecture, f"its modelling code fails ({error})") from error
         finally:
             attention.detach_probe(self._body)
         return probe.calls
 
-    def _check_cache_shape(self, call: attention.AttentionCall) -> None:
+    def _layer_attention(self, call: attention.AttentionCall) -> attention.LayerAttention:
+        """The attention of a layer, with the heads of this rank."""
+        spec, heads, divided = call.spec, None, None
+        if self._ranks is not None:
+            heads = HeadsOfRanks(self._ranks, spec.num_q_heads, spec.num_kv_heads)
+            if not all(heads.counts):
+                raise refusal(self.config.architecture, f"layer {call.layer} has {spec.num_q_heads} heads, too few")
+            spec = replace(spec, num_q_heads=len(heads.own_q), num_kv_heads=len(heads.own_kv))
+            if self._num_kv_owners > 1:
+                divided = DividedAttention(spec, self._ranks.group, heads.counts, self._num_kv_owners)
+        self._check_cache_shape(call, spec)
+        paged = Attention(call.layer, divided or self._backends.get(call.layer, spec), cos_sin_LR=None)
+        return attention.LayerAttention(self._context, paged, self.dtype, heads)
+
+    def _check_cache_shape(self, call: attention.AttentionCall, own: AttentionSpec) -> None:
         config = self.config
-        actual = call.spec.num_kv_heads, call.spec.head_dim
+        actual = own.num_kv_heads, own.head_dim
         spec = config.kv_specs()[call.layer]
         if actual != (spec.num_kv_heads, spec.head_dim_k):
             raise refusal(
@@ -210,28 +301,6 @@ class TransformersModel:
                 config.architecture,
                 f"layer {call.layer} sees {call.spec.sliding_window or 'all'} tokens, and config.json says {window}",
             )
-
-
-class KernelLinear(nn.Module):
-    """Replaces an nn.Linear. Its weight has the layout of our kernels.
-
-    Args:
-        weight_NK: the weight; it is copied.
-        bias_N: the bias; None: there is none.
-    """
-
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
-        super().__init__()
-        self.packed = pack_linear(weight_NK)
-        self.in_features, self.out_features = self.packed.K, self.packed.N
-        # Modelling code may ask for the dtype of a weight. A computation with this empty weight must fail.
-        self.weight = torch.empty(0, dtype=weight_NK.dtype, device=weight_NK.device)
-        self.bias = None if bias_N is None else nn.Parameter(bias_N, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]."""
-        y_TN = linear(x.reshape(-1, self.packed.K), self.packed, self.bias)
-        return y_TN.view(*x.shape[:-1], self.packed.N)
 
 
 class _BodyOutput:
@@ -342,22 +411,6 @@ def _check_report(report: dict[str, Any]) -> None:
     kinds = ("missing", "unexpected", "mismatched")
     names = {kind: sorted(str(name) for name in report[f"{kind}_keys"]) for kind in kinds}
     check_fit(names, [str(message) for message in report.get("error_msgs", [])])
-
-
-def _pack_linear_layers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace linear layers one by one, so that only one weight at a time is in memory twice.
-
-    Subclasses of linear layers, and layers of other dtypes, stay as they are.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            layer: Any = child
-            if type(layer) not in (nn.Linear, Conv1D) or layer.weight.dtype != dtype:
-                continue
-            weight_NK = layer.weight if type(layer) is nn.Linear else layer.weight.T
-            setattr(parent, name, KernelLinear(weight_NK, layer.bias))
 
 
 def _set_attention(body: Any, name: str) -> None:

@@ -13,7 +13,7 @@ from quire.cost.arithmetic import StepArithmetic
 from quire.cost.collectives import Gathers
 from quire.errors import ConfigError, ModelConfigError
 from quire.formats.weight_format import packs_floats
-from quire.layer_spec.feed_forward import Experts
+from quire.layer_spec.feed_forward import Dense, Experts
 from quire.model_config import DTYPE_BYTES, ModelConfig, WeightBytes
 from quire.planning.cut_model import ModelCut, check_degree
 from quire.planning.cut_stages import expert_cut
@@ -368,7 +368,7 @@ class Candidates:
         forms, refused = possible_forms(self._engine, self._model, hardware.facts)
         self.refused |= refused
         if self._degree is not None:
-            check_degree(self._model, self._degree, hardware.count, expert_cut(self._engine))
+            check_degree(self._model, self._degree, hardware.count, expert_cut(self._model, self._engine))
         for form in forms:
             for degree in self._degrees(hardware.count):
                 if (row := self._candidate(hardware, form, degree, self.demand)) is not None:
@@ -393,7 +393,7 @@ class Candidates:
         if row.missing_bytes:
             return row
         known = self._cost(hardware, form, degree)
-        count, width = _exchanged(self._model)
+        count, width = _exchanged(self._model, self._model.runs_natively(self._engine.model_impl))
         gathers = Gathers(degree, count, width * DTYPE_BYTES[form.weights.dtype], hardware.link_bandwidth)
         steps = form.resolved.scheduler
         room = min(demand.lengths.that_fit(fit.pages, fit.num_blocks), steps.max_num_seqs)
@@ -415,7 +415,7 @@ class Candidates:
         if degree not in self._cuts:
             self._cuts[degree] = None
             with suppress(ModelConfigError):
-                self._cuts[degree] = ModelCut(self._model, degree, expert_cut(self._engine)).part()
+                self._cuts[degree] = ModelCut(self._model, degree, expert_cut(self._model, self._engine)).part()
         return self._cuts[degree]
 
     def _pages_of(self, form: Form, part: ModelConfig, degree: int) -> KvPages:
@@ -446,13 +446,23 @@ def _is_alike(one: Candidate, other: Candidate) -> bool:
     )
 
 
-def _exchanged(model: ModelConfig) -> tuple[int, int]:
+def _exchanged(model: ModelConfig, is_native: bool) -> tuple[int, int]:
     """The exchanges of devices that share a model: their number in a step, and the elements of a token in all of them.
 
-    The inputs and the outputs of the last linear layer of every part of a layer are joined: see layers/joined.py.
+    The inputs and the outputs of the last linear layer of every part of a layer are joined: see layers/joined.py. If
+    transformers' modelling code runs the model, the results of heads and the outputs of every linear layer are joined.
+
+    Args:
+        is_native: whether our own code runs the model.
     """
     count = width = 0
     for part in (part for layer in model.layers for part, _ in layer.parts):
+        if not is_native:
+            linears = () if isinstance(part, Experts) else part.linears
+            joined = [size for linear in linears for _, size in linear.shards]
+            joined += [] if isinstance(part, (Dense, Experts)) else [linears[-1].in_features]
+            count, width = count + len(joined), width + sum(joined)
+            continue
         has_shared = isinstance(part, Experts) and part.shared is not None  # its inputs are joined by themselves
         inputs = part.width if isinstance(part, Experts) else part.linears[-1].in_features
         count += 3 if has_shared else 2

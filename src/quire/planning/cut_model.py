@@ -38,6 +38,11 @@ class ExpertCut:
     num_lanes: int = 1
 
 
+@dataclass(frozen=True)
+class ByCode:
+    """A cut of a model that transformers' modelling code runs: each rank has all experts, and computes whole norms."""
+
+
 class ModelCut:
     """Cuts a model into `num_parts` parts that differ as little as heads and panels allow.
 
@@ -48,9 +53,9 @@ class ModelCut:
         experts: None: experts are cut like dense layers.
     """
 
-    def __init__(self, model: ModelConfig, num_parts: int, experts: ExpertCut | None = None) -> None:
+    def __init__(self, model: ModelConfig, num_parts: int, experts: ExpertCut | ByCode | None = None) -> None:
         self._model, self._num_parts, self._experts = model, num_parts, experts
-        self._num_lanes = 1 if experts is None else experts.num_lanes
+        self._num_lanes = experts.num_lanes if isinstance(experts, ExpertCut) else 1
 
     def part(self, rank: int = 0, lane: int = 0) -> ModelConfig:
         """The part of one rank; the first one holds the most. Raises ModelConfigError if the model cannot be cut so.
@@ -75,8 +80,6 @@ class ModelCut:
         model = self._model
         if self._num_parts == 1 or not model.is_shared:
             return model
-        if not model.is_native:
-            raise self._impossible("transformers' modelling code runs it, which is not cut")
         layers = tuple(
             replace(
                 layer,
@@ -112,7 +115,8 @@ class ModelCut:
         queries, keys = (_times(own, size) for own in zip(*heads, strict=True))
         if any(each.start % unit for each in (*queries, *keys)):
             raise self._impossible(f"{part.qkv.names[0]} keeps {unit} out-features together")
-        if part.qk_norm == "full" and self._num_parts > part.num_kv_heads:
+        is_norm_cut = part.qk_norm == "full" and not isinstance(self._experts, ByCode)
+        if is_norm_cut and self._num_parts > part.num_kv_heads:
             raise self._impossible(f"a norm over all heads needs a head of k per rank, and it has {part.num_kv_heads}")
         return replace(
             part,
@@ -150,6 +154,8 @@ class ModelCut:
     def _feed_forward(self, part: FeedForward, rank: int) -> FeedForward:
         if isinstance(part, Dense):
             return self._mlp(part, rank, self._outputs(part.down))
+        if isinstance(self._experts, ByCode):
+            return part
         # Each rank adds up its outputs of all experts before they are joined, so all have the same ones.
         if self._experts is not None:
             return self._whole_experts(part, rank, self._experts)
@@ -233,12 +239,12 @@ def _times(ranges: Sequence[range], size: int) -> list[range]:
     return [range(each.start * size, each.stop * size) for each in ranges]
 
 
-def legal_degrees(model: ModelConfig, most: int, experts: ExpertCut | None = None) -> list[int]:
+def legal_degrees(model: ModelConfig, most: int, experts: ExpertCut | ByCode | None = None) -> list[int]:
     """The numbers of parts into which the model can be cut, at most `most`."""
     return [degree for degree in range(1, most + 1) if why_not_cut(model, degree, experts) is None]
 
 
-def why_not_cut(model: ModelConfig, degree: int, experts: ExpertCut | None = None) -> str | None:
+def why_not_cut(model: ModelConfig, degree: int, experts: ExpertCut | ByCode | None = None) -> str | None:
     """Why the model cannot be cut into this number of parts; None: it can. A layer of each kind is asked."""
     kinds = replace(model, layers=tuple(layer for layer, _ in model.layer_kinds))
     try:
@@ -258,7 +264,7 @@ def why_not_divided(model: ModelConfig, num_parts: int, num_owners: int) -> str 
     if num_parts % num_owners:
         return f"{num_owners} does not divide the number of ranks, {num_parts}"
     groups = [range(first, first + num_owners) for first in range(0, num_parts, num_owners)]
-    for layer in ModelCut(model, num_parts).part().layers:
+    for layer in ModelCut(model, num_parts, ByCode()).part().layers:  # only their attention is looked at
         part = layer.attention
         if isinstance(part, Full):
             share, key_dim, value_dim = part.qkv.share, part.head_dim, part.head_dim
@@ -302,7 +308,7 @@ def check_division(model: ModelConfig, num_parts: int, num_owners: int) -> None:
 
 
 def check_degree(
-    model: ModelConfig, degree: int, num_devices: int | None = None, experts: ExpertCut | None = None
+    model: ModelConfig, degree: int, num_devices: int | None = None, experts: ExpertCut | ByCode | None = None
 ) -> None:
     """Raise ConfigError for a number of parts that the model cannot have. It names the possible numbers.
 

@@ -21,7 +21,7 @@ from quire.layer_spec.cuts import Stage
 from quire.layer_spec.draft_head import DraftHead
 from quire.layer_spec.shapes import LinearShape
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_division, why_not_cut
+from quire.planning.cut_model import ByCode, ExpertCut, ModelCut, check_degree, check_division, why_not_cut
 
 
 def grid_of(config: EngineConfig) -> Grid:
@@ -31,6 +31,14 @@ def grid_of(config: EngineConfig) -> Grid:
 
 def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
     """Raise ConfigError for degrees that the model cannot have. It names the possible degrees."""
+    if config.enable_expert_parallel and not model.runs_natively(config.model_impl):
+        raise ConfigError(
+            f"Ranks do not share the experts of {model.architecture}: transformers' modelling code runs it, and each "
+            "rank has all of its experts",
+            value=config.enable_expert_parallel,
+            fix="Leave --enable-expert-parallel out",
+            param="enable_expert_parallel",
+        )
     if config.enable_expert_parallel and not model.experts():
         raise ConfigError(
             f"{model.architecture} has no experts that ranks could share",
@@ -38,13 +46,15 @@ def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
             fix="Leave --enable-expert-parallel out",
             param="enable_expert_parallel",
         )
-    check_degree(model, config.tensor_parallel_size, experts=expert_cut(config))
+    check_degree(model, config.tensor_parallel_size, experts=expert_cut(model, config))
     check_division(model, config.tensor_parallel_size, config.decode_context_parallel_size)
     stage_layers(model, config)
 
 
-def expert_cut(config: EngineConfig) -> ExpertCut | None:
-    """How ranks share whole experts; None: each rank has rows of all experts."""
+def expert_cut(model: ModelConfig, config: EngineConfig) -> ExpertCut | ByCode | None:
+    """How ranks share experts; None: each rank has rows of all experts."""
+    if not model.runs_natively(config.model_impl):
+        return ByCode()
     if not config.enable_expert_parallel:
         return None
     num_redundant = config.balancing.num_redundant_experts if config.balancing else 0
@@ -53,7 +63,7 @@ def expert_cut(config: EngineConfig) -> ExpertCut | None:
 
 def cut_of(model: ModelConfig, config: EngineConfig) -> ModelCut:
     """The parts that the ranks of a stage, or of a lane, have of a model."""
-    return ModelCut(model, config.tensor_parallel_size, expert_cut(config))
+    return ModelCut(model, config.tensor_parallel_size, expert_cut(model, config))
 
 
 def part_of_rank(model: ModelConfig, config: EngineConfig, rank: int) -> ModelConfig:
@@ -88,8 +98,8 @@ def stage_layers(model: ModelConfig, config: EngineConfig) -> list[range]:
     num_stages, given = config.pipeline_parallel_size, envs.PP_LAYER_PARTITION.get()
     if num_stages == 1:
         return [range(model.num_layers)]
-    if not model.is_native:
-        raise _impossible(config, "transformers' modelling code runs it, which is not cut", (1,))
+    if not model.runs_natively(config.model_impl):
+        raise _impossible(config, "transformers' modelling code runs it, and runs all layers at once", (1,))
     if not 1 <= num_stages <= model.num_layers:
         raise _impossible(config, f"it has {model.num_layers} layers", range(1, model.num_layers + 1))
     sizes = given or _balanced(_costs(model, config), num_stages)

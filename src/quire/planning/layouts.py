@@ -169,6 +169,7 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
             if rest:
                 continue
             may_be_whole = (tensor > 1 and (copies == 1 or pipeline == 1)) or (pipeline == 1 and copies > 1)
+            may_be_whole = may_be_whole and model.runs_natively(form.engine.model_impl)
             for whole in (False, True) if may_be_whole and model.experts() else (False,):
                 engine = replace(
                     form.engine,
@@ -246,7 +247,7 @@ class LayoutPlan:
             "ranks": [entry for share in self.shares for entry in share.as_dicts()],
             "legal_tensor_parallel_sizes": self._degrees(),
             "legal_decode_context_parallel_sizes": self._divisions(),
-            "most_stages": self.model.num_layers,
+            "most_stages": self._most_stages(),
             "layouts": [row.as_dict() for row in self.rows],
             "asked": [row.as_dict() for row in self.asked],
         }
@@ -256,10 +257,13 @@ class LayoutPlan:
         return "\n".join(self._lines())
 
     def _degrees(self) -> list[int]:
-        return legal_degrees(self.model, MOST_DEGREES, expert_cut(self.engine))
+        return legal_degrees(self.model, MOST_DEGREES, expert_cut(self.model, self.engine))
 
     def _divisions(self) -> list[int]:
         return _legal_divisions(self.model, self.engine)
+
+    def _most_stages(self) -> int:
+        return self.model.num_layers if self.model.runs_natively(self.engine.model_impl) else 1
 
     def _lines(self) -> Iterator[str]:
         first = self.asked[0]
@@ -271,7 +275,8 @@ class LayoutPlan:
         degrees = ", ".join(map(str, self._degrees()))
         divisions = ", ".join(map(str, self._divisions()))
         tensor = self.engine.tensor_parallel_size
-        yield f"degrees  -tp {degrees}; -pp 1 to {self.model.num_layers}; -dcp {divisions} with -tp {tensor}"
+        stages = f"1 to {most}" if (most := self._most_stages()) > 1 else "1"
+        yield f"degrees  -tp {degrees}; -pp {stages}; -dcp {divisions} with -tp {tensor}"
         yield ""
         yield from table(
             ["layout", "weights", "of the largest rank", "KV tokens of all copies"],

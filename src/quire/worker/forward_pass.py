@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quire.distributed.group import Link
 from quire.forward_batch import LayerCache
-from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.input_batch import InputBatch, StagedStep, StepRows
@@ -88,7 +87,6 @@ class ForwardPass:
         hidden_RD = hidden_TD if everything else hidden_TD.index_select(0, indices_R)
         if owners_R is None and is_joined:
             return self.model.compute_logits(hidden_RD, staged.adapter_slots_R)
-        assert isinstance(self.model, Decoder), "ranks share native models"
         if not is_joined:
             return self.model.own_logits(hidden_RD, staged.adapter_slots_R)
         return self.model.compute_logits(hidden_RD, staged.adapter_slots_R, owners_R)
