@@ -160,6 +160,7 @@ OTHER_VALUES: dict[str, Any] = {
     "lora_dir": ("x",),
     "data_parallel_size": 2,
     "data_parallel_size_local": 1,
+    "data_parallel_start_rank": 1,
 }
 # One legal value each in this version; `slo` and `spec_...`, which become others; flags without a meaning of their own.
 FIXED = {
@@ -181,6 +182,8 @@ def test_a_given_value_is_recorded_as_given(f: Any) -> None:
         needed = {"pipeline_parallel_size": 2, "nnodes": 2}
     if f.name in ("node_rank", "headless"):
         needed |= {"node_rank": 1, "headless": True}
+    if f.name == "data_parallel_start_rank":
+        needed = {"data_parallel_size": 2, "enable_expert_parallel": True, "nnodes": 2, "headless": True}
     setting = _resolve(**needed | {f.name: value}).settings[f.name]
     assert setting.source == "argument"
     value = ("a",) if f.name == "lora_modules" else value  # their paths are not for everybody

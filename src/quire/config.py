@@ -337,8 +337,8 @@ class EngineConfig:
     )
     nnodes: int = option(
         1,
-        "Machines that share one copy of the model: its stages, or the ranks of a stage; with Ray: a machine for each "
-        "stage.",
+        "Machines that share one copy of the model: its stages, the ranks of a stage, or lanes; with Ray: a machine for "
+        "each stage.",
         flags=("-n",),
     )
     distributed_timeout_seconds: int = option(
@@ -377,7 +377,15 @@ class EngineConfig:
         bounds=POSITIVE,
     )
     data_parallel_size_local: int | None = option(
-        None, "Replicas on this machine, and with Ray the most on each other one; with mp: all.", flags=("-dpl",)
+        None,
+        "Replicas on this machine, and with Ray the most on each other one; with mp: all. With --enable-expert-parallel: "
+        "lanes on each machine, in place of --nnodes.",
+        flags=("-dpl",),
+    )
+    data_parallel_start_rank: int = option(
+        0,
+        "First lane of this machine, in place of --node-rank, where lanes are on several machines.",
+        flags=("-dpr",),
     )
     data_parallel_backend: str = option(
         "mp",
@@ -451,6 +459,7 @@ class EngineConfig:
         _take_slo(self)
         if self.distributed_executor_backend == "ray" and self.nnodes == 1:
             object.__setattr__(self, "nnodes", self.pipeline_parallel_size)
+        _take_lanes_of_machines(self)
         check_engine(self)
         complete_sources(self)
 
@@ -706,6 +715,47 @@ def max_draft(config: EngineConfig) -> int:
 
 
 _KEYS_OF_SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+
+
+def _take_lanes_of_machines(config: EngineConfig) -> None:
+    """Take vLLM's settings for lanes on several machines as nnodes and node_rank."""
+    num_lanes, local = config.num_lanes, config.data_parallel_size_local
+    if num_lanes == 1 or config.has_ray_replicas:
+        return
+    if local is not None:
+        if local < 1 or num_lanes % local:
+            raise ConfigError(
+                "Machines cannot have so many lanes each",
+                value=local,
+                expected=f"a divisor of data_parallel_size = {num_lanes}: all machines have the same number of lanes",
+                param="data_parallel_size_local",
+            )
+        _take_as(config, "data_parallel_size_local", "nnodes", num_lanes // local)
+    first, count = config.data_parallel_start_rank, config.nnodes
+    if first and count > 0 and num_lanes % count == 0:  # another number of machines is refused later
+        starts = range(0, num_lanes, num_lanes // count)
+        if first not in starts:
+            raise ConfigError(
+                "No machine begins with this lane",
+                value=first,
+                expected=", ".join(map(str, starts)),
+                fix="Give --data-parallel-size-local, the number of lanes of each machine, or --nnodes",
+                param="data_parallel_start_rank",
+            )
+        _take_as(config, "data_parallel_start_rank", "node_rank", starts.index(first))
+
+
+def _take_as(config: EngineConfig, name: str, setting: str, value: int) -> None:
+    """Set a setting that another one stands for. Raises ConfigError if both are given, with different meanings."""
+    default, given = getattr(EngineConfig, setting), getattr(config, setting)
+    if given not in (default, value):
+        raise ConfigError(
+            f"{setting} and {name} say different things",
+            value=f"{setting} = {given}, and {name} = {getattr(config, name)}, which is {setting} = {value}",
+            fix="Leave one of the two out",
+            param=name,
+        )
+    object.__setattr__(config, setting, value)
 
 
 def _take_speculation(config: EngineConfig) -> None:

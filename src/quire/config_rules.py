@@ -13,7 +13,6 @@ from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.logs import get_logger
 from quire.lora.modules import RANKS, parse_module
 from quire.option import check_foreign
-from quire.speculative_config import BY_WORKER
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -177,15 +176,6 @@ def _check_lanes(config: EngineConfig) -> None:
         "distributed_executor_backend": config.distributed_executor_backend in ("ray", "external_launcher"),
         "slo_itl": config.slo_itl is not None,
     }
-    if config.speculative_config is not None and config.speculative_config.method in BY_WORKER:
-        raise ConfigError(
-            "A model that drafts does not go together with experts that --data-parallel-size ranks share: each rank "
-            "needs to know the tokens of all lanes before a step, and a worker drafts in the step",
-            value=config.speculative_config.method,
-            expected="ngram or suffix",
-            fix="Use one of them in --speculative-config, or leave --enable-expert-parallel out",
-            param="speculative_config",
-        )
     for name in (name for name, is_given in others.items() if is_given):
         flag = f"--{name.replace('_', '-')}"
         raise ConfigError(
@@ -198,15 +188,34 @@ def _check_lanes(config: EngineConfig) -> None:
 
 def _check_nodes(config: EngineConfig) -> None:
     """ConfigError for machines that cannot share a copy of the model."""
-    most, stages, width = config.nnodes, config.pipeline_parallel_size, config.tensor_parallel_size
-    legal = {count for count in range(1, stages + 1) if stages % count == 0}
-    legal |= {stages * count for count in range(1, width + 1) if width % count == 0}
+    most, stages, width, lanes = (
+        config.nnodes,
+        config.pipeline_parallel_size,
+        config.tensor_parallel_size,
+        config.num_lanes,
+    )
+    if most > 1 and config.num_replicas > 1:
+        raise ConfigError(
+            "Each of several replicas is on one machine in this version",
+            value=config.data_parallel_size,
+            fix="Leave --data-parallel-size out; or give --enable-expert-parallel: then there are lanes, which may be "
+            "on several machines; or leave --nnodes and --distributed-executor-backend out, and let "
+            "--data-parallel-backend ray place replicas on several machines",
+            param="data_parallel_size",
+        )
+    if lanes > 1:
+        count, what, how = lanes, "lane", "each machine has the same number of whole lanes"
+    else:
+        count, what = stages, "stage"
+        how = "each machine has whole stages, or each stage has the same number of ranks on each of its machines"
+    legal = {each for each in range(1, count + 1) if count % each == 0}
+    if lanes == 1:
+        legal |= {stages * each for each in range(1, width + 1) if width % each == 0}
     if most not in legal:
         raise ConfigError(
-            f"{most} machines cannot share {stages} stage{'s' * (stages > 1)} of {width} rank{'s' * (width > 1)}",
+            f"{most} machines cannot share {count} {what}{'s' * (count > 1)} of {width} rank{'s' * (width > 1)}",
             value=most,
-            expected=f"one of {', '.join(map(str, sorted(legal)))}: each machine has whole stages, or each stage has "
-            "the same number of ranks on each of its machines",
+            expected=f"one of {', '.join(map(str, sorted(legal)))}: {how}",
             param="nnodes",
         )
     if not 0 <= config.node_rank < most:
@@ -220,26 +229,28 @@ def _check_nodes(config: EngineConfig) -> None:
             fix="Run `quire serve --headless` with --node-rank 1 and above, and leave --headless out for machine 0",
             param="headless",
         )
-    if most > 1 and config.data_parallel_size > 1:
-        raise ConfigError(
-            "Each of several replicas is on one machine in this version",
-            value=config.data_parallel_size,
-            fix="Leave --data-parallel-size out; or leave --nnodes and --distributed-executor-backend out, and let "
-            "--data-parallel-backend ray place replicas on several machines",
-            param="data_parallel_size",
-        )
 
 
 def _check_replicas(config: EngineConfig) -> None:
     """ConfigError for illegal places of replicas."""
     local, count = config.data_parallel_size_local, config.data_parallel_size
+    if config.data_parallel_start_rank and (config.num_lanes == 1 or config.has_ray_replicas):
+        raise ConfigError(
+            "A server runs all of its replicas, on other machines by Ray. Only lanes have a place on each machine",
+            value=config.data_parallel_start_rank,
+            expected="0",
+            fix="Give --enable-expert-parallel, if the replicas shall share experts; or use --data-parallel-backend "
+            "ray, or start a server on each machine and spread requests over them from outside",
+            param="data_parallel_start_rank",
+        )
     if not config.has_ray_replicas:
-        if local not in (None, count):
+        if local not in (None, count) and config.num_lanes == 1:
             raise ConfigError(
                 "Some replicas would be on other machines, and only Ray can start them there",
                 value=local,
                 expected=f"data_parallel_size = {count}",
-                fix="Leave --data-parallel-size-local out, or give --data-parallel-backend ray",
+                fix="Leave --data-parallel-size-local out, or give --data-parallel-backend ray; or give "
+                "--enable-expert-parallel, if they shall be lanes that share experts",
                 param="data_parallel_size_local",
             )
         return
@@ -253,7 +264,7 @@ def _check_replicas(config: EngineConfig) -> None:
         )
     is_external = config.distributed_executor_backend == "external_launcher"
     others = (
-        ("enable_expert_parallel", config.num_lanes > 1, "lanes of one engine are processes of one machine"),
+        ("enable_expert_parallel", config.num_lanes > 1, "lanes are one engine, whose ranks --nnodes places"),
         ("nnodes", config.nnodes > 1, "each replica is on one machine"),
         ("distributed_executor_backend", is_external, "torchrun starts its processes itself"),
         ("master_port", config.master_port != type(config).master_port, "the system chooses their ports"),

@@ -152,6 +152,7 @@ class StepResult:
             prepare_seconds=max(lane.prepare_seconds for lane in lanes),
             forward_seconds=max(lane.forward_seconds for lane in lanes),
             sample_seconds=max(lane.sample_seconds for lane in lanes),
+            draft_seconds=max(lane.draft_seconds for lane in lanes),
             has_captured=any(lane.has_captured for lane in lanes),
             lanes=lanes,
         )

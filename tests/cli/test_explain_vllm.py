@@ -43,6 +43,7 @@ LEGAL = {
     "decode_context_parallel_size": "1",
     "data_parallel_size": "1",
     "data_parallel_size_local": "1",
+    "data_parallel_start_rank": "0",
     "distributed_executor_backend": "mp",
     "quantization": "awq",
     "slo": "itl=0.5",

@@ -41,6 +41,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "master_port": 29502,
     },
     "-pp 2 --nnodes 2 --node-rank 1 --headless": {"node_rank": 1, "headless": True},
+    "-dp 4 -ep --data-parallel-size-local 2": {"data_parallel_size_local": 2},
+    "-dp 4 -ep -dpl 2 -dpr 2 --headless": {"data_parallel_start_rank": 2},
     "--device-ids 2,3": {"device_ids": ("2,3",)},
     "-tp 2 --numa-bind": {"numa_bind": True},
     "-tp 2 --numa-bind-nodes 0 1": {"numa_bind_nodes": (0, 1)},
@@ -106,6 +108,49 @@ def test_settings(words: str) -> None:
     given = {name: getattr(config, name) for name in names}
     as_arguments = EngineConfig.from_kwargs(**given)  # as LLM(...) takes them
     assert {name: getattr(as_arguments, name) for name in names} == given
+
+
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        ("-dp 4 -ep --nnodes 2", (2, 0)),
+        ("-dp 4 -ep -dpl 2", (2, 0)),
+        ("-dp 4 -ep -dpl 2 --nnodes 2", (2, 0)),
+        ("-dp 4 -ep -dpl 2 -dpr 2 --headless", (2, 1)),
+        ("-dp 8 -ep -dpl 2 --data-parallel-start-rank 6 --node-rank 3 --headless", (4, 3)),
+        ("-dp 4 -ep --nnodes 2 -dpr 2 --headless", (2, 1)),
+        ("-dp 4 -ep -dpl 4", (1, 0)),
+    ],
+)
+def test_machines_of_lanes(words: str, places: tuple[int, int]) -> None:
+    """In vLLM's words too: how many lanes a machine has, and which is its first one."""
+    config, _ = read(*words.split(), "-dpa", "10.0.0.1", "--data-parallel-rpc-port", "13345")
+    assert (config.nnodes, config.node_rank) == places
+    assert config.num_local_ranks == config.data_parallel_size // config.nnodes
+    assert config.master_addr == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("-dp 4 -ep --nnodes 3", "3 machines cannot share 4 lanes of 1 rank[.].*one of 1, 2, 4: .* whole lanes"),
+        ("-dp 2 -tp 2 -ep --nnodes 4", "4 machines cannot share 2 lanes of 2 ranks[.].*one of 1, 2:"),
+        ("-dp 4 -ep -dpl 3", "Machines cannot have so many lanes each. Got 3. Expected a divisor of .* = 4"),
+        ("-dp 4 -ep -dpl 0", "Machines cannot have so many lanes each"),
+        (
+            "-dp 4 -ep -dpl 2 --nnodes 4",
+            "nnodes and data_parallel_size_local say different things. Got .nnodes = 4, and .* nnodes = 2",
+        ),
+        ("-dp 4 -ep -dpl 2 -dpr 3 --headless", "No machine begins with this lane. Got 3. Expected 0, 2"),
+        ("-dp 4 -ep -dpl 2 -dpr 4 --headless", "No machine begins with this lane"),
+        ("-dp 4 -ep -dpl 1 -dpr 2 -r 1 --headless", "node_rank and data_parallel_start_rank say different things"),
+        ("-dp 4 -ep -dpl 2 -dpr 2", "Only machine 0 runs the server"),
+        ("-dp 4 --nnodes 2", "Each of several replicas is on one machine.*give --enable-expert-parallel"),
+    ],
+)
+def test_machines_that_cannot_have_the_lanes(words: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read(*words.split())
 
 
 def _as_argument(words: str) -> tuple[str, Any]:

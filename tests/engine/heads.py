@@ -129,6 +129,34 @@ def write_mimo(folder: Path, layer: Mapping[str, Tensor] | None = None) -> Path:
     return folder
 
 
+def write_mixture(folder: Path, num_experts: int = 5, noise: float = 0.02) -> Path:
+    """The demo model as a Mixtral. Each expert is nearly the model's MLP, so drafters of the demo model fit it too."""
+    tensors = safetensors.torch.load_file(quire.demo.path("target") / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+
+    def nearly(values: Tensor) -> Tensor:
+        return values + noise * values.float().std() * torch.randn(values.shape, generator=generator).to(values.dtype)
+
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    for index in range(TARGET["num_hidden_layers"]):
+        layer = f"model.layers.{index}."
+        experts = f"{layer}block_sparse_moe."
+        parts = {name: tensors.pop(f"{layer}mlp.{name}_proj.weight") for name in ("gate", "up", "down")}
+        tensors[f"{experts}gate.weight"] = torch.randn((num_experts, HIDDEN), generator=generator).bfloat16()
+        for expert in range(num_experts):
+            for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+                tensors[f"{experts}experts.{expert}.{theirs}.weight"] = nearly(parts[ours])
+    config = TARGET | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "tie_word_embeddings": False,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    }
+    return write(folder, config, tensors)
+
+
 MTP = "model.mtp_layers.0."
 
 

@@ -30,13 +30,16 @@ from quire.engine.nodes import Hello, Joined, Refused, Use, Welcome, let_in
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, EngineDeadError
 from quire.kernels import cpu
+from quire.messages import AddRequest
 from quire.model_config import load_model_config
+from quire.sampling_params import SamplingParams
 from quire.speculative_config import SpeculativeConfig
 from tests.engine.harness import run
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_leaving_ranks import LEAVES_WITHIN, Witness
-from tests.engine.test_rank_processes import ENDLESS, is_there, wait_for
+from tests.engine.test_rank_processes import ENDLESS, EXPERTS, is_there, wait_for
 from tests.engine.test_sameness import brief
+from tests.engine.test_sameness_ranks import answers
 from tests.engine.test_sameness_ranks_drafters import drafted
 from tests.engine.test_sameness_ranks_lora import load
 from tests.lora.adapters import write_random_adapter
@@ -63,7 +66,7 @@ def settings(port: int, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def other_node(port: int, **more: Any) -> Iterator[subprocess.Popen[str]]:
-    given = {name.replace("_", "-"): value for name, value in settings(port, node_rank=1, **more).items()}
+    given = {name.replace("_", "-"): value for name, value in settings(port, **{"node_rank": 1} | more).items()}
     flags = [
         word
         for name, value in given.items()
@@ -77,9 +80,9 @@ def other_node(port: int, **more: Any) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def head(port: int, drafter_folder: Path | None = None, **more: Any) -> StartedEngine:
+def head(port: int, drafter_folder: Path | None = None, folder: Path | None = None, **more: Any) -> StartedEngine:
     config = EngineConfig.from_kwargs(**settings(port, **more))
-    folder = quire.demo.path("target")
+    folder = folder or quire.demo.path("target")
     return start_engine(config, folder, is_server=False, progress=ignore, drafter_folder=drafter_folder)
 
 
@@ -148,6 +151,51 @@ def test_a_model_that_drafts_on_two_machines() -> None:
         engine.core.shutdown()
     assert tokens == run(started(1).core, brief())
     assert num_drafted > num_held > 5
+
+
+@pytest.mark.parametrize(
+    ("width", "asked", "own"),
+    [
+        (1, {"nnodes": 2}, {}),
+        pytest.param(2, {"data_parallel_size_local": 1}, {"data_parallel_start_rank": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_lanes_on_two_machines(width: int, asked: dict[str, int], own: dict[str, int], tmp_path: Path) -> None:
+    """Tokens, logprobs and prefix hits of one process; in vLLM's words too. A rank that is lost there is named."""
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    port, form = free_port(), {"max_model_len": 128, "load_format": "dummy"}
+    lanes = {"pipeline_parallel_size": 1, "tensor_parallel_size": width, "data_parallel_size": 2}
+    more = form | lanes | {"enable_expert_parallel": True, "nnodes": 1, "enable_prefix_caching": True} | asked
+    elsewhere = {"model": tmp_path, "node_rank": 0 if own else 1} | own
+    with other_node(port, **more | elsewhere) as node:
+        engine, one = head(port, folder=tmp_path, **more), started(1, tmp_path, **form)
+        pids = children(node.pid)
+        assert len(pids) == width
+        wanted = answers(one.core)
+        assert answers(engine.core) == wanted
+
+        def cached(lane: int) -> int:
+            """The tokens of a long prompt that are in the prefix cache of the lane."""
+            params, found = SamplingParams(temperature=0.0, max_tokens=2), 0
+            engine.core.add(AddRequest(f"cached {lane}", [7] * 60, params, 2, lane=lane))
+            while engine.core.has_work():
+                engine.core.step()
+                if engine.core.last_record is not None:
+                    found += engine.core.last_record.prefix_cache_hits
+            return found
+
+        assert [cached(lane) for lane in (1, 1, 0)] == [0, 48, 0]
+
+        def hit(core: Any, step: int) -> None:
+            if step == 20:
+                os.kill(pids[-1], signal.SIGKILL)
+
+        words = rf"Rank [{width}-{2 * width - 1}] of {2 * width} \(process {pids[-1]} on .*\) was killed by SIGKILL"
+        with pytest.raises(EngineDeadError, match=words):
+            run(engine.core, [ENDLESS] * 20, before_step=hit)
+        engine.core.shutdown()
+        assert node.wait(5) == 1
+        assert wait_for(lambda: not any(map(is_there, pids)), 5.0)
 
 
 STAGES = {"pipeline_parallel_size": 2}

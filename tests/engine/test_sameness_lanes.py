@@ -293,10 +293,6 @@ def test_drafts_from_text(
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not go together with experts"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size does not go together with experts"),
         ({"enable_lora": True}, "a rank does not know the adapters of other lanes' rows"),
-        (
-            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
-            "model that drafts .*Got 'mtp'.*ngram",
-        ),
         ({"slo_itl": 1.0}, "--slo-itl does not go together"),
         ({"distributed_executor_backend": "external_launcher"}, "--distributed-executor-backend does not go"),
         ({"distributed_executor_backend": "uni"}, "does not go together with --distributed-executor-backend uni"),

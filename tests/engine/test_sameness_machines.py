@@ -5,6 +5,7 @@ Machines are threads here that have no memory in common; tests/engine/test_nodes
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import pytest
 
 from quire import demo
 from quire.kernels import cpu
+from quire.messages import AddRequest
 from quire.worker import expert_balancer
-from tests.engine.harness import two_layers
-from tests.engine.ranks import started, watch_recordings
+from tests.engine.harness import run, two_layers
+from tests.engine.ranks import fail_at, started, watch_recordings
+from tests.engine.test_rank_processes import EXPERTS
+from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_ranks import FORMS, answers, expected_of_two_layers, of_ranks
 from tests.engine.test_sameness_ranks_drafters import drafted, of_one
 from tests.engine.test_sameness_ranks_families import LIMITS, VOCABULARY
@@ -59,6 +63,74 @@ def test_a_drafter_and_adapters_in_stages(method: str, tmp_path: Path) -> None:
     engine.core.shutdown()
     assert found == of_one()
     assert num_drafts > num_held > 5
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "num_lanes", "num_nodes", "more"),
+    [
+        ("qwen2_moe", 1, 2, 2, {"async_scheduling": True}),
+        ("qwen3_moe", 2, 2, 2, {"max_num_batched_tokens": 17}),
+        ("deepseek_v3", 1, 4, 2, {}),
+        pytest.param("qwen2_moe", 3, 2, 2, {"max_num_batched_tokens": 17}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 1, 4, 4, {"async_scheduling": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_lanes(family: str, width: int, num_lanes: int, num_nodes: int, more: dict[str, Any], tmp_path: Path) -> None:
+    """Each machine has whole lanes. Some have no rows, because lanes end earlier or are more than requests."""
+    case = CASES[family]
+    random_hf_model(replace(case, settings=case.settings | VOCABULARY)).save_pretrained(tmp_path)
+    lanes = {"data_parallel_size": num_lanes, "enable_expert_parallel": True}
+    found = of_ranks(width, tmp_path, nnodes=num_nodes, **LIMITS | lanes | more)
+    assert found == of_ranks(1, tmp_path, **LIMITS)
+
+
+def test_experts_that_move_between_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From machine to machine."""
+    monkeypatch.setattr(expert_balancer, "BUDGET_BYTES", 1)
+    case = CASES["qwen2_moe"]
+    random_hf_model(replace(case, settings=case.settings | VOCABULARY)).save_pretrained(tmp_path)
+    lanes = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    engine = started(1, tmp_path, nnodes=2, enable_eplb=True, eplb_config={"step_interval": 1}, **LIMITS, **lanes)
+    balancers = [worker.runner.balancer for worker in engine.executor.workers]  # type: ignore[attr-defined]
+    before = balancers[0].num_moved
+    assert answers(engine.core) == of_ranks(1, tmp_path, **LIMITS)
+    engine.core.shutdown()
+    assert balancers[0].num_moved == balancers[1].num_moved > before
+
+
+@pytest.mark.parametrize(
+    ("rank", "where", "error"),
+    [
+        (3, "model.embed", MemoryError()),
+        (2, "sampler.launch", RuntimeError("once")),
+        (1, "model.compute_logits", OSError("once")),
+    ],
+)
+def test_lanes_of_all_machines_agree_on_errors_in_a_step(
+    rank: int, where: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank leaves the step in its lane and among all ranks, on other machines too. The step is computed again."""
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    form: dict[str, Any] = {"max_model_len": 128, "load_format": "dummy"}
+    lanes = {"data_parallel_size": 2, "enable_expert_parallel": True, "nnodes": 2}
+    engine = started(2, tmp_path, **form, **lanes)
+    owner = engine.executor.workers[rank].runner  # type: ignore[attr-defined]
+    owner_name, name = where.split(".")
+    calls = fail_at(monkeypatch, getattr(owner, owner_name), name, 3, error)
+    found: dict[str, list[int | None]] = {}
+    for index, prompt in enumerate(brief()):
+        engine.core.add(AddRequest(f"r{index}", list(prompt.token_ids), prompt.params, 8, stop_token_ids=[2]))
+    while engine.core.has_work():
+        for delta in engine.core.step():
+            found.setdefault(delta.request_id, []).extend([None] if delta.error else delta.token_ids)
+    assert len(calls) > 3
+    failed = [request_id for request_id, tokens in found.items() if tokens[-1] is None]
+    assert len(failed) <= isinstance(error, MemoryError), found
+    monkeypatch.undo()
+    wanted = run(started(1, tmp_path, **form).core, brief())
+    assert all(found[f"r{index}"] == tokens for index, tokens in enumerate(wanted) if f"r{index}" not in failed)
+    assert run(engine.core, brief(), prefix="again") == wanted
+    engine.core.shutdown()
 
 
 def test_whole_experts_that_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,8 @@ def test_settings_that_are_refused() -> None:
         ConfigError, match=r"on other machines, and only Ray can start them there.*give --data-parallel-backend ray"
     ):
         config_of(2, data_parallel_size_local=1)
+    with pytest.raises(ConfigError, match=r"Only lanes have a place on each machine. Got 1.*--enable-expert-parallel"):
+        config_of(2, data_parallel_start_rank=1)
     with pytest.raises(ConfigError, match="Illegal value of data_parallel_size"):
         config_of(0)
     with pytest.raises(ConfigError, match=r"data_parallel_rank is not supported: a server runs all of its replicas"):
@@ -134,7 +136,7 @@ def test_settings_that_are_refused() -> None:
     [
         (
             {"enable_expert_parallel": True},
-            "--enable-expert-parallel.*lanes of one engine are processes of one machine",
+            "--enable-expert-parallel.*lanes are one engine, whose ranks --nnodes places",
         ),
         ({"distributed_executor_backend": "external_launcher"}, "--distributed-executor-backend.*torchrun starts"),
         ({"pipeline_parallel_size": 2, "nnodes": 2}, "Each of several replicas is on one machine"),

@@ -152,6 +152,26 @@ def test_each_lane_drafts_for_its_requests(depth: int) -> None:
         assert all(own.lane_tokens == [sum(each.num_scheduled_tokens) for each in batch.lanes] for own in batch.lanes)
 
 
+def test_lanes_that_wait_for_their_tokens_step_together() -> None:
+    """Also if one lane has begun earlier. In turns, each step would take as long for half of the rows."""
+    guesser = Guesser(0.6, vocab_size=VOCAB_SIZE)
+    engine = Engine(2, 2, proposer=guesser)
+    messages = {name: request(name, [index] * 5, 20) for index, name in enumerate(("early", "late"))}
+    guesser.continuation_of = lambda name: expected(messages[name])[0]
+    engine.add(messages["early"])
+    engine.step()
+    engine.step()
+    engine.add(messages["late"])
+    num_before = len(engine.batches)
+    while all(name in lane for name, lane in zip(messages, engine.lanes.lanes, strict=True)):
+        engine.step()
+    together = [all(own.request_ids for own in batch.lanes) for batch in engine.batches[num_before:]]
+    engine.run()
+    assert len(together) > 5
+    assert sum(together) >= len(together) - 2, together
+    assert all(engine.tokens(name) == expected(messages[name])[0] for name in messages)
+
+
 def test_adapters_take_turns_in_all_lanes_together() -> None:
     """There is one place, although each lane would begin with another adapter. If an adapter is lost, the requests that
     wait for it end in each lane, and no others.

@@ -136,7 +136,7 @@ PARALLELISM: tuple[Foreign, ...] = (
         "to compute them",
         switches="dcp_q_replicate",
     ),
-    *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank data_parallel_start_rank"),
+    *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank"),
     *refused(
         OWN_REPLICAS,
         _OWN_SERVERS,
@@ -148,13 +148,14 @@ PARALLELISM: tuple[Foreign, ...] = (
         switches="enable_elastic_ep",
     ),
     *accepted(
-        "replicas do not wait for each other, and replicas that Ray places connect to ports that the system chooses",
+        "replicas do not wait for each other, and replicas that Ray places connect to ports that the system chooses; "
+        "machines with lanes meet at --master-port",
         values="data_parallel_rpc_port dp_sync_interval",
         switches="disable_nccl_for_dp_synchronization",
     ),
     translated(
         "data_parallel_address",
-        "replicas that Ray places find the server where other machines do",
+        "replicas that Ray places, and machines with lanes, find machine 0 where other machines do",
         lambda value: {"master_addr": value},
     ),
     translated(

@@ -24,7 +24,6 @@ FOREIGN: dict[str, Foreign] = {
 SHORT_FLAGS: dict[str, tuple[str, ...]] = {
     "prefill_context_parallel_size": ("-pcp",),
     "data_parallel_rank": ("-dpn",),
-    "data_parallel_start_rank": ("-dpr",),
     "data_parallel_address": ("-dpa",),
     "data_parallel_rpc_port": ("-dpp",),
     "data_parallel_hybrid_lb": ("-dph",),

@@ -17,7 +17,7 @@ class Grid:
     Attributes:
         width: the number of ranks that share a stage or a lane (tensor parallelism).
         num_stages: the number of pipeline stages. Each has some of the layers.
-        num_nodes: the number of machines. Each has whole stages, or the same part of one stage.
+        num_nodes: the number of machines. Each has whole stages, whole lanes, or the same part of one stage.
         num_lanes: the number of lanes (data parallelism). Lanes share only experts. Their ranks lie one lane after the
             other.
     """
@@ -70,9 +70,13 @@ class Grid:
         """The rank of the next stage that gets the output of this rank; None: this is the last stage."""
         return rank - self.width if self.num_stages > 1 and rank >= self.width else None
 
+    def widest_members(self, rank: int) -> tuple[int, ...]:
+        """All ranks of the widest group of a rank, which may be on several machines: its stage, or all lanes."""
+        return tuple(range(self.size)) if self.num_lanes > 1 else self.stage_members(rank)
+
     def peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks of its stage to which a rank is connected: on each other machine, the one in its place there."""
-        members = self.stage_members(rank)
+        """The ranks of its widest group to which a rank is connected: on each other machine, the one in its place."""
+        members = self.widest_members(rank)
         return tuple(each for each in members if each != rank and (each - rank) % self.num_local == 0)
 
     def far(self, rank: int) -> tuple[int, ...]:
@@ -83,12 +87,15 @@ class Grid:
     def groups(self, node: int = 0) -> list[tuple[int, ...]]:
         """All groups of ranks of a machine that exchange something or agree on something.
 
-        They are the ranks of a stage or of a lane, pairs of a sender and a receiver, and all ranks if they are few. A
-        stage may have ranks on other machines too.
+        They are the ranks of a stage or of a lane, and all ranks of all lanes. Stages also have pairs of a sender and a
+        receiver, and all ranks of the machine if they are few. A stage, and all lanes, may have ranks on other machines
+        too.
         """
         here = self.ranks_of(node)
         stages = [self.stage_members(rank) for rank in here[:: self.width] if self.width > 1]
-        pairs = [] if self.num_lanes > 1 else [(rank, rank - self.width) for rank in here[self.width :]]
+        if self.num_lanes > 1:
+            return [*stages, self.widest_members(here[0])]
+        pairs = [(rank, rank - self.width) for rank in here[self.width :]]
         everyone = [tuple(here)] if self.width < len(here) <= MOST_RANKS else []
         return stages + pairs + everyone
 

@@ -1,7 +1,7 @@
 """Groups of ranks, which exchange tensors through shared memory. Ranks are processes or threads.
 
-The memory has no name. So the system frees it when its last owner ends. If a stage has ranks on several machines, each
-machine has such memory, and ranks send what they write there to the other machines.
+The memory has no name. So the system frees it when its last owner ends. If a stage or lanes have ranks on several
+machines, each machine has such memory, and ranks send what they write there to the other machines.
 
 Dimensions: T rows, N columns of all ranks.
 """
@@ -91,7 +91,7 @@ def ranks_on(
         whereabouts = Whereabouts(memory, rank, grid.ranks_of(grid.node(rank)), _hosts(grid, peers))
         found = _groups(memory, rank, grid, peers, has_own_cores=has_own_cores, timeout_seconds=timeout_seconds)
         group, hosts = found.get(grid.stage_members(rank)), found.get(tuple(grid.ranks_of(grid.node(rank))))
-        everyone = hosts if grid.num_lanes > 1 else None
+        everyone = found[grid.widest_members(rank)] if grid.num_lanes > 1 else None
         failing = _Failing(list(found.values()), list(peers.values()))
 
         def link(sender: int | None, receiver: int | None) -> Link | None:
@@ -148,7 +148,7 @@ def _groups(
     found: dict[tuple[int, ...], SharedMemoryGroup] = {}
     for members in grid.groups(grid.node(rank)):
         if rank in members:
-            own = {other: peers[other] for other in grid.peers(rank)} if members == grid.stage_members(rank) else {}
+            own = {other: peers[other] for other in grid.peers(rank)} if members == grid.widest_members(rank) else {}
             shared = extension.C.SharedGroup(
                 fd=memory,
                 begin=begin,

@@ -300,7 +300,7 @@ class EngineCore:
                 pause,
                 batch.num_tokens - rows.num_tokens if batch.lanes else 0,
             )
-            predicted_seconds = predicted.high + self.scheduler.speculation.drafter_seconds(batch.draft_token_ids)
+            predicted_seconds = predicted.high + self.scheduler.speculation.drafter_seconds(batch)
             self.predicted_seconds += predicted_seconds
         try:
             pending = self.executor.submit(batch)

@@ -36,6 +36,7 @@ LOOK_SECONDS = 1.0  # seconds between two checks of nodes that are started from 
 # These settings may differ: the places of files, the number of the node, and the address at which it reaches node 0.
 _OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name"}
 _OWN_SETTINGS |= {"master_addr", "master_port", "numa_bind", "numa_bind_nodes", "numa_bind_cpus", "device_ids"}
+_OWN_SETTINGS |= {"data_parallel_start_rank"}
 
 logger = get_logger(__name__)
 

@@ -28,9 +28,9 @@ class LaneDrafts:
     def __init__(self, lanes: Sequence[Speculation]) -> None:
         self._lanes = lanes
 
-    def drafter_seconds(self, drafts: Sequence[Sequence[int]]) -> float:
-        """See Speculation. No worker drafts."""
-        return 0.0
+    def drafter_seconds(self, batch: ScheduledBatch) -> float:
+        """See Speculation. Lanes draft side by side, so it is the time of the slowest drafter."""
+        return max(lane.drafter_seconds(own) for lane, own in zip(self._lanes, batch.lanes, strict=True))
 
     def take_counts(self) -> DraftCounts:
         """See Speculation."""
@@ -164,8 +164,14 @@ class Lanes:
             lane.reset_prefix_cache()
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next batch of all lanes; None: no lane has anything to do before a result arrives."""
+        """The next batch of all lanes; None: no lane has anything to do before a result arrives.
+
+        If one lane waits for its tokens, all do. Otherwise lanes would take turns, and a step would take as long for
+        the rows of some of them as for those of all.
+        """
         self.adapters.begin_step()
+        if any(lane.waits for lane in self.lanes):
+            return None
         return self._together([lane.schedule_lane() for lane in self.lanes])
 
     def probe(self, rows: Sequence[tuple[int, int]]) -> ScheduledBatch | None:

@@ -285,7 +285,7 @@ class Scheduler:
 
     def schedule_lane(self) -> ScheduledBatch | None:
         """Like `schedule`, for a step that several lanes have together: `adapters.begin_step` was called for all."""
-        if self.speculation.waits and self._samples_in_flight():
+        if self.waits:
             return None
         step = _Step(ScheduledBatch(self._next_step_id), [])
         budget = self.limits.max_num_batched_tokens
@@ -601,6 +601,11 @@ class Scheduler:
             return min(count, budget, self.limits.long_prefill_token_threshold or count)
         is_too_long = count > self.limits.max_num_batched_tokens
         return min(count, budget) if count <= budget or is_too_long else 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether no batch is made before the tokens of the newest one are known, because drafts pay."""
+        return self.speculation.waits and self._samples_in_flight()
 
     def _samples_in_flight(self) -> bool:
         """Whether the newest batch in flight samples tokens."""

@@ -174,12 +174,12 @@ class Speculation:
             return True
         return False
 
-    def drafter_seconds(self, drafts: Sequence[Sequence[int]]) -> float:
+    def drafter_seconds(self, batch: ScheduledBatch) -> float:
         """The predicted time of the worker's drafter for the step that is being made."""
         if self.drafter_time is None:
             return 0.0
         seconds = 0.0 if self._adaptive is None else self._adaptive.reading_seconds
-        return seconds + self.drafter_time.of_step([len(row) for row in drafts])
+        return seconds + self.drafter_time.of_step([len(row) for row in batch.draft_token_ids])
 
     def end_step(self, batch: ScheduledBatch, result: StepResult) -> None:
         """Note how long the worker's drafter took for the drafts of a step. If it raised, its time is unknown."""
