@@ -337,8 +337,8 @@ class EngineConfig:
     )
     nnodes: int = option(
         1,
-        "Machines that share one copy of the model: its stages, the ranks of a stage, or lanes; with Ray: a machine for "
-        "each stage.",
+        "Machines that share one copy of the model: its stages, the ranks of a stage, or lanes; with Ray: a machine "
+        "for each stage.",
         flags=("-n",),
     )
     distributed_timeout_seconds: int = option(
@@ -378,8 +378,8 @@ class EngineConfig:
     )
     data_parallel_size_local: int | None = option(
         None,
-        "Replicas on this machine, and with Ray the most on each other one; with mp: all. With --enable-expert-parallel: "
-        "lanes on each machine, in place of --nnodes.",
+        "Replicas on this machine, and with Ray the most on each other one; with mp: all. With "
+        "--enable-expert-parallel: lanes on each machine, in place of --nnodes.",
         flags=("-dpl",),
     )
     data_parallel_start_rank: int = option(

@@ -55,7 +55,7 @@ def test_key_without_a_field(entry: Foreign, caplog: pytest.LogCaptureFixture) -
 def test_method_of_vllm(method: str) -> None:
     """It drafts, or is refused with a way out."""
     given = {"method": method} | ({"model": "a/b"} if method in ("draft_model", "eagle3") else {})
-    meant = {"ngram_gpu": "ngram", "mimo_mtp": "mtp"}.get(method, method)
+    meant = {"ngram_gpu": "ngram", "mimo_mtp": "mtp", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}.get(method, method)
     if meant in METHODS:
         assert speculative_config_of(given).method == meant
         return
@@ -156,7 +156,7 @@ def test_in_python_and_in_a_file(tmp_path: Path) -> None:
         ),
         (["--spec-method", "medusa"], ["Medusa's heads draft trees", "Use an EAGLE-3 head"]),
         (["--spec-method", "lookahead"], ["Use ngram or suffix"]),
-        (["--spec-method", "deepseek_mtp"], ["only MiMo's are built"]),
+        (["--spec-method", "qwen3_next_mtp"], ["only those of MiMo, DeepSeek-V3 and GLM-4.5 are built"]),
         (["--spec-method", "eagle", "--spec-model", "a/EAGLE-LLaMA3"], ["EAGLE's first heads", "EAGLE-3 checkpoint"]),
         (["--per-request-spec-decode-metrics", "summary"], ["There are no drafts", "Give --speculative-config too"]),
     ],

@@ -19,12 +19,13 @@ from quire.kernels import cpu
 from quire.messages import AddRequest, SetLimits
 from quire.planning.memory_plan import planned_weight_bytes
 from quire.speculative_config import SpeculativeConfig
-from tests.engine import heads
+from tests.engine import heads, mtp_layers
 from tests.engine.harness import run
 from tests.engine.ranks import fail_at, started
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_ranks import Answer, answers
-from tests.engine.test_sameness_ranks_drafters import drafted
+from tests.engine.test_sameness_ranks_drafters import drafted, speculation
+from tests.engine.test_sameness_stages_drafters import noting
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -92,6 +93,32 @@ def test_a_draft_model_with_experts(folder: Path, wanted: Callable[[], Answer]) 
     engine.core.shutdown()
     assert tokens == tokens_of(wanted())
     assert num_held > 0.8 * num_drafts > 20, "the same model drafts"
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "more"),
+    [
+        ("glm4_moe", 1, {"async_scheduling": True}),
+        ("deepseek_v3", 2, {"max_num_batched_tokens": 17}),
+        ("deepseek_v3", 1, {"nnodes": 2}),
+    ],
+)
+def test_a_layer_for_multi_token_prediction(family: str, width: int, more: dict[str, Any], tmp_path: Path) -> None:
+    """It has experts. Each rank has all of them, so it drafts what it drafts in one process, and waits for nobody."""
+    mtp_layers.write(family, tmp_path)
+    limits, given = {"max_model_len": 128, "dtype": "bfloat16"}, speculation("mtp", None)
+    plain, one = started(1, tmp_path, **limits), started(1, tmp_path, tmp_path, **limits, **given)
+    engine = started(width, tmp_path, tmp_path, **LANES, **limits, **given, **more)
+    drafts, of_one = noting(engine), noting(one)
+    assert run(one.core, brief()) == run(plain.core, brief())
+    tokens, num_drafts, _ = drafted(engine)
+    assert num_drafts > 20
+    assert tokens == run(plain.core, brief(), prefix="again")
+    assert answers(engine.core) == answers(plain.core)
+    both = drafts.keys() & of_one.keys()
+    assert len(both) > 5
+    assert {key: drafts[key][:1] for key in both} == {key: of_one[key][:1] for key in both}
+    engine.core.shutdown()
 
 
 @pytest.mark.parametrize("lane", [0, 1])

@@ -21,13 +21,19 @@ class ForeignValues:
 SAME_VALUES: dict[str, dict[str, str]] = {
     "load_format": {"hf": "auto"},
     "quantization": {"fp8_per_channel": "fp8"},  # a scale per output channel
-    "spec_method": {"[ngram]": "ngram", "ngram_gpu": "ngram", "mimo_mtp": "mtp"},
+    "spec_method": {
+        "[ngram]": "ngram",
+        "ngram_gpu": "ngram",
+        "mimo_mtp": "mtp",
+        "deepseek_mtp": "mtp",
+        "glm4_moe_mtp": "mtp",
+    },
 }
 
 _QUANTIZE_ON_LOAD = "Name the same model in bfloat16, float16 or float32, with --quantization int8, int4 or fp8"
 
 _OTHER_MTP = """
-    deepseek_mtp dots3_note_mtp mimo_v2_mtp glm4_moe_mtp glm4_moe_lite_mtp glm_ocr_mtp ernie_mtp nemotron_h_mtp
+    dots3_note_mtp mimo_v2_mtp glm4_moe_lite_mtp glm_ocr_mtp ernie_mtp nemotron_h_mtp
     exaone_moe_mtp exaone4_5_mtp qwen3_next_mtp qwen4_exp_mtp qwen3_5_mtp longcat_flash_mtp bailing_hybrid_v3_mtp
     bailing_hybrid_mtp minimax_m3_mtp kimi_k3_mtp pangu_ultra_moe_mtp step3p5_mtp hy_v3_mtp hy_v4_mtp gemma4_mtp
     inkling_mtp glm5_next_mtp
@@ -147,8 +153,7 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
         ),
         ForeignValues(
             tuple(_OTHER_MTP.split()),
-            "of the layers for multi-token prediction only MiMo's are built: the others have experts or latent "
-            "attention, or belong to models that are not in this version",
+            "of the layers for multi-token prediction only those of MiMo, DeepSeek-V3 and GLM-4.5 are built",
             "Use ngram, suffix or a draft model",
         ),
     ),

@@ -1,6 +1,8 @@
-"""The fields of ModelConfig for heads that draft from the hidden states of a target: EAGLE-3 and MiMo's.
+"""The fields of ModelConfig for heads that draft from the hidden states of a target: EAGLE-3 and layers of the target.
 
-vLLM has the same names and meanings: llama_eagle3.py, mimo_mtp.py, and the configs of the speculators library.
+vLLM has the same names and meanings: llama_eagle3.py, mimo_mtp.py, and the configs of the speculators library. In
+deepseek_mtp.py the layer's own hidden state goes on before its last norm; here, as in SGLang's deepseek_nextn.py, it
+goes on after this norm, like the hidden state of the target.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 from quire.errors import ModelConfigError
 from quire.hf_config.family import Family, LayerFacts, decoder_layer
 from quire.hf_config.fields import Fields
+from quire.hf_config.layer_format import Rule
 from quire.hf_config.translate import merge, translate
 from quire.layer_spec.attention import Full
 from quire.layer_spec.draft_head import DraftHead
@@ -20,6 +23,8 @@ from quire.layer_spec.shapes import LinearShape, NormShape
 
 _LAYER = "model.layers.0."
 MTP_PREFIX = "model.mtp_layers."
+# Families whose checkpoints number the layers for multi-token prediction on behind the others.
+_NUMBERED_ON = ("deepseek_v3", "glm4_moe")
 
 
 class Target(NamedTuple):
@@ -139,7 +144,7 @@ def _streams(outer: Fields, of_eagle: Fields, target: Target) -> tuple[int, ...]
 def mtp(
     raw: Mapping[str, Any], path: str, families: Mapping[str, Family], target: Target, names: Collection[str]
 ) -> dict[str, Any]:
-    """Keyword arguments for ModelConfig, all but the folder: the first layer for multi-token prediction of a MiMo.
+    """Keyword arguments for ModelConfig, all but the folder: the target's first layer for multi-token prediction.
 
     Args:
         raw: config.json of the target.
@@ -148,14 +153,16 @@ def mtp(
     Raises ModelConfigError: the model has no such layer.
     """
     fields = Fields(raw, path)
-    if fields.get("model_type") != "mimo" or not fields.integer("num_nextn_predict_layers", default=0, minimum=0):
+    kind, count = fields.get("model_type"), fields.integer("num_nextn_predict_layers", default=0, minimum=0)
+    if kind not in ("mimo", *_NUMBERED_ON) or not count:
         raise ModelConfigError(
             f"{path}: the model has no layers for multi-token prediction that are in this version",
-            value=f"model_type = {fields.get('model_type')}, "
-            f"num_nextn_predict_layers = {fields.get('num_nextn_predict_layers')}",
-            expected="model_type = mimo and num_nextn_predict_layers = 1 or more",
+            value=f"model_type = {kind}, num_nextn_predict_layers = {fields.get('num_nextn_predict_layers')}",
+            expected=f"model_type = mimo, {' or '.join(_NUMBERED_ON)}, and num_nextn_predict_layers = 1 or more",
             fix="Use another method",
         )
+    if kind in _NUMBERED_ON:
+        return _numbered_on(raw, path, families, target, names)
     alone = {name: value for name, value in raw.items() if name != "layer_types"} | {"num_hidden_layers": 1}
     facts = translate(alone, path, families, any_architecture=False)
     hidden_size, first = target.hidden_size, f"{MTP_PREFIX}0."
@@ -178,6 +185,52 @@ def mtp(
         "ignored_prefixes": (
             *("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."),
             *sorted(others - {first}),
+        ),
+    }
+
+
+def _numbered_on(
+    raw: Mapping[str, Any], path: str, families: Mapping[str, Family], target: Target, names: Collection[str]
+) -> dict[str, Any]:
+    """See mtp: the layer behind the last one, as DeepSeek-V3 has it. It uses the target's embeddings and output.
+
+    Checkpoints hold these a second time, in the layer.
+    """
+    number, hidden_size = target.num_layers, target.hidden_size
+    layer = f"model.layers.{number}."
+    if names and not any(name.startswith(layer) for name in names):
+        raise ModelConfigError(
+            f"{path}: the checkpoint lacks the layer for multi-token prediction that its config names",
+            value=f"no tensor of {layer}*",
+            fix="Use the model's own checkpoint, or another method: tools that quantize leave this layer out",
+        )
+    facts = translate(dict(raw) | {"num_hidden_layers": number + 1}, path, families, any_architecture=False)
+    join = LinearShape(prefix=layer, shards=(("eh_proj", hidden_size),), in_features=2 * hidden_size)
+    quantized, of_join = facts["quantized"], [name for name in names if name.startswith(f"{join.names[0]}.")]
+    if quantized is not None and all(name.endswith(("eh_proj.weight", ".bias")) for name in of_join):
+        # It is in floating point, although no field of the config says so.
+        rule = Rule(format=None, reason="it joins two hidden states", names=join.names)
+        quantized = replace(quantized, rules=(rule, *quantized.rules))
+    return facts | {
+        "head": DraftHead(
+            kind="mtp",
+            streams=(number,),
+            stream_size=hidden_size,
+            input=join,
+            norms=(NormShape(f"{layer}enorm", hidden_size), NormShape(f"{layer}hnorm", hidden_size)),
+            token_first=True,
+            reads_normed=True,
+            num_tokens=target.vocab_size,
+        ),
+        "layers": _with_queries_apart(facts["layers"][number:]),
+        "quantized": quantized,
+        "tie_word_embeddings": False,
+        "renamed_prefixes": ((f"{layer}shared_head.norm.", "model.norm."), *facts["renamed_prefixes"]),
+        "ignored_prefixes": (
+            *facts["ignored_prefixes"],
+            *(f"model.layers.{index}." for index in range(number)),
+            *(f"{layer}embed_tokens.", f"{layer}shared_head.head."),
+            *("model.embed_tokens.", "model.norm.", "lm_head."),
         ),
     }
 

@@ -22,6 +22,8 @@ class DraftHead:
         stream_size: elements of one stream.
         input: `eagle3`: the streams to the hidden state. `mtp`: hidden state and embedding to the residual stream.
         norms: the norms of the embedding, and of the hidden state.
+        token_first: mtp: `input` reads the embedding before the hidden state, and not behind it.
+        reads_normed: mtp: the hidden state is the result of the target's final norm, and not the stream before it.
         norm_before_residual: eagle3: the residual stream begins with the norm of the hidden state.
         num_tokens: tokens that it can draft.
         maps_tokens: whether a table has the target's ids of these tokens. If not, they are the target's first tokens.
@@ -34,6 +36,8 @@ class DraftHead:
     stream_size: int
     input: LinearShape
     norms: tuple[NormShape, NormShape]
+    token_first: bool = False
+    reads_normed: bool = False
     norm_before_residual: bool = False
     num_tokens: int
     maps_tokens: bool = False

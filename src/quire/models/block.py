@@ -98,7 +98,7 @@ class Sublayer:
 
     def write(self, x_TD: Rows, batch: ForwardBatch) -> None:
         """Write the keys and values of attention. Nothing attends to them, and the residual stream does not change."""
-        assert isinstance(self._mixer, SelfAttention), "only attention with keys and values of its own writes them"
+        assert isinstance(self._mixer, (SelfAttention, LatentAttention)), "only attention has keys and values"
         self._mixer.write(x_TD, batch)
 
 

@@ -253,6 +253,10 @@ class Decoder:
         assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD if self.config.has_output else residual_TD
 
+    def normed(self, stream_TD: Tensor) -> Tensor:
+        """The result of the final norm, from the residual stream after the last layer."""
+        return self._final_norm(stream_TD)
+
     def join_lanes(self, lanes: LaneRows) -> None:
         """Run the experts of this rank for the rows of other lanes, in a pass in which this lane has no rows."""
         batch = ForwardBatch.without_rows(lanes)

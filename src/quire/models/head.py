@@ -1,4 +1,6 @@
-"""A head that drafts from the hidden states of its target, a decoder: EAGLE-3 (arXiv 2503.01840) and MiMo's MTP layer.
+"""A head that drafts from the hidden states of its target, a decoder.
+
+It is an EAGLE-3 head (arXiv 2503.01840), or the target's own layer for multi-token prediction (MTP, arXiv 2412.19437).
 
 At each position, a pass takes the hidden state of this position and the token of the next position. It gives the hidden
 state for the next position. The first draft uses the target's hidden state. Later drafts use the head's own.
@@ -52,10 +54,12 @@ class Head(Decoder):
 
     def hidden_of(self, streams_TX: Tensor) -> Tensor:
         """The head's hidden_TD, from the residual streams that the target has kept, side by side in one row."""
-        return self._input(streams_TX) if self.head.kind == "eagle3" else streams_TX
+        if self.head.kind == "eagle3":
+            return self._input(streams_TX)
+        return self._target.normed(streams_TX) if self.head.reads_normed else streams_TX
 
     def embed_step(self, batch: ForwardBatch) -> Tensor:
-        """The embeddings of the tokens [T, D]. MiMo's head takes zeros at position 0."""
+        """The embeddings of the tokens [T, D]. An MTP layer takes zeros at position 0."""
         embedding_TD = self._embed(batch.token_ids_T)
         if self.head.kind == "mtp":
             embedding_TD = embedding_TD * (batch.positions_T > 0)[:, None]
@@ -101,8 +105,9 @@ class Head(Decoder):
         halves = x_TX.split_with_sizes((width, width), 1)
         is_eagle3 = self.head.kind == "eagle3"
         token_norm, hidden_norm = self._norms
-        token_norm(residual_TD, out=halves[0 if is_eagle3 else 1])
-        hidden_norm(hidden_TD, out=halves[1 if is_eagle3 else 0])
+        of_token, of_hidden = halves if is_eagle3 or self.head.token_first else reversed(halves)
+        token_norm(residual_TD, out=of_token)
+        hidden_norm(hidden_TD, out=of_hidden)
         if is_eagle3:
             if self.head.norm_before_residual:
                 hidden_TD.copy_(halves[1])

@@ -56,6 +56,16 @@ class LatentAttention:
         self._widths = (spec.input.out_features - sum(self._row), sum(self._row))
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
+        values = self._up.to_values(self._attend(self._queries(x_TD, batch), batch.caches[self._layer], batch))
+        values_TW = values.view(values.shape[0], values.shape[1] * values.shape[2])
+        return self._output(values_TW, adapter_slots_T=batch.adapter_slots_T)
+
+    def write(self, x_TD: Rows, batch: ForwardBatch) -> None:
+        """Write the rows to the cache, and do not attend."""
+        self._queries(x_TD, batch)
+
+    def _queries(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
+        """Write the rows to the cache. The result is the queries in the space of the rows, [T, H, L]."""
         slots_T = batch.adapter_slots_T
         q, rows_TL = self.reader(x_TD, adapter_slots_T=slots_T).split_with_sizes(self._widths, 1)
         if self._query is not None and self._query_norm is not None:
@@ -70,5 +80,4 @@ class LatentAttention:
         cache = batch.caches[self._layer]
         cache_slots_T = batch.tables[cache.table].slot_mapping_T
         latent_rope_and_cache(q_rope, rows_TL, batch.positions_T, cache_slots_T, cache, self._rotation, to_rope)
-        values = self._up.to_values(self._attend(absorbed_THL, cache, batch))
-        return self._output(values.view(T, values.shape[1] * values.shape[2]), adapter_slots_T=slots_T)
+        return absorbed_THL

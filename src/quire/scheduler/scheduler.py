@@ -466,7 +466,7 @@ class Scheduler:
 
     def _room_beside_batch(self, batch: ScheduledBatch) -> StepRoom | None:
         """The room for prompts beside the decodes of a batch and their drafts: see `_room_beside`."""
-        seconds = self.speculation.drafter_seconds(batch.draft_token_ids)
+        seconds = self.speculation.drafter_seconds(batch)
         rows = batch.num_computed_tokens, batch.num_scheduled_tokens
         return self._room_beside(*rows, sum(batch.num_logits), seconds)
 
