@@ -174,7 +174,6 @@ def _check_lanes(config: EngineConfig) -> None:
         "pipeline_parallel_size": config.pipeline_parallel_size > 1,
         "decode_context_parallel_size": config.decode_context_parallel_size > 1,
         "distributed_executor_backend": config.distributed_executor_backend in ("ray", "external_launcher"),
-        "slo_itl": config.slo_itl is not None,
     }
     for name in (name for name, is_given in others.items() if is_given):
         flag = f"--{name.replace('_', '-')}"

@@ -443,7 +443,7 @@ def test_lost_requests_are_to_blame_if_scheduling_fails(num_lanes: int, monkeypa
     def fail(scheduler: Scheduler) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(Scheduler, "schedule_lane", fail)
+    monkeypatch.setattr(Scheduler, "begin_lane", fail)
     with pytest.raises(KeyError):
         core.step()
     assert sorted(told[0]) == ["a", "b"]

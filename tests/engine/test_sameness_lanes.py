@@ -293,7 +293,6 @@ def test_drafts_from_text(
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not go together with experts"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size does not go together with experts"),
         ({"enable_lora": True}, "a rank does not know the adapters of other lanes' rows"),
-        ({"slo_itl": 1.0}, "--slo-itl does not go together"),
         ({"distributed_executor_backend": "external_launcher"}, "--distributed-executor-backend does not go"),
         ({"distributed_executor_backend": "uni"}, "does not go together with --distributed-executor-backend uni"),
         ({"data_parallel_size": 8, "tensor_parallel_size": 9}, "8 x 9 ranks would share the experts"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,15 +13,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from quire.cost.arithmetic import StepArithmetic
 from quire.cost.calibrate import Fit
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants
+from quire.engine.core import EngineCore
 from quire.messages import SetLimits
+from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
+from quire.scheduler.lanes import Lanes
 from quire.scheduler.scheduler import LEAST_PROMPT_TOKENS
-from tests.cost.models import cost_model
+from tests.cost.models import cost_model, model_with
 from tests.examples import examples
 from tests.guesser import Guesser
+from tests.models.test_layer_spec import experts
 from tests.scheduler.driver import Driver, TimedDriver, request
 from tests.scheduler.test_sameness import mixed
 
@@ -94,6 +101,78 @@ def long_prompts_beside_answers(**arguments: Any) -> tuple[float, float]:
     gaps.sort()
     num_tokens = sum(batch.num_tokens for batch in run.batches)
     return gaps[int(0.99 * len(gaps))], num_tokens / run.now
+
+
+class Answering:
+    """Answers one token for each row with logits of each lane, and notes the batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[ScheduledBatch] = []
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        self.batches.append(batch)
+        lanes = [StepResult(lane.step_id, [[7] * (count > 0) for count in lane.num_logits]) for lane in batch.lanes]
+        future: Future[StepResult] = Future()
+        future.set_result(StepResult.of_lanes(batch.step_id, lanes))
+        return future
+
+    def shutdown(self) -> None: ...
+
+
+def steps_of_lanes(slo_itl: float) -> list[tuple[float, bool, list[int]]]:
+    """Three lanes that share experts. One has answers only, one prompts only, and one has both.
+
+    For each step: its predicted time, whether it has answers, and the tokens of each lane.
+    """
+    dense = model_with("full", "full")
+    part = experts(dense.hidden_size, 768, count=8, num_active=2)
+    model = replace(dense, layers=tuple(replace(layer, feed_forward=part) for layer in dense.layers))
+    of_lanes = CostModel(StepArithmetic(model, "bfloat16", None, "auto"), Fit(constants(), 0.05))
+    sizes = {"num_blocks": 4000, "block_size": 32, "max_num_seqs": 32, "max_model_len": 20_000}
+    drivers = [Driver(cost=of_lanes, slo_itl=slo_itl, max_num_batched_tokens=2048, **sizes) for _ in range(3)]
+    executor = Answering()
+    core = EngineCore(Lanes([driver.scheduler for driver in drivers]), executor)
+    for index in range(6):
+        core.add(request(f"answer{index}", [index] * 20, max_tokens=100, lane=index % 2))
+    for _ in range(4):
+        core.step()
+    for index in range(4):
+        core.add(request(f"prompt{index}", [index] * 4000, max_tokens=2, lane=1 + index % 2))
+    found = []
+    executor.batches.clear()
+    while core.has_work():
+        core.step()
+    for batch in executor.batches:
+        loads = [
+            of_lanes.arithmetic.load(lane.num_computed_tokens, lane.num_scheduled_tokens, sum(lane.num_logits))
+            for lane in batch.lanes
+        ]
+        seconds = [
+            of_lanes.predict(load._replace(other_tokens=batch.num_tokens - load.num_tokens)).seconds
+            for load in loads
+            if load.num_tokens
+        ]
+        has_answers = any(start >= 20 and count == 1 for start, count in _rows(batch))
+        found.append((max(seconds), has_answers, [load.num_tokens for load in loads]))
+    return found
+
+
+def _rows(batch: ScheduledBatch) -> Iterator[tuple[int, int]]:
+    return zip(batch.num_computed_tokens, batch.num_scheduled_tokens, strict=True)
+
+
+def test_prompts_of_all_lanes_leave_time_to_the_answers_of_any() -> None:
+    """A step takes as long as its busiest lane, whose experts get the tokens of all."""
+    free, held = steps_of_lanes(0.0), steps_of_lanes(TARGET)
+    assert max(seconds for seconds, has_answers, _ in free if has_answers) > 2 * TARGET
+    beside = [(seconds, tokens) for seconds, has_answers, tokens in held if has_answers]
+    assert max(seconds for seconds, _ in beside) <= TARGET
+    busy = [(seconds, tokens) for seconds, tokens in beside if min(tokens[1:]) > LEAST_PROMPT_TOKENS]
+    assert len(busy) > 3
+    assert max(seconds for seconds, _ in busy) > 0.7 * TARGET, "the time is not used"
+    (_, tokens), *_ = busy
+    assert max(tokens[1:]) < 2 * min(tokens[1:]), "one lane takes the time of the others"
+    assert sum(sum(tokens) for _, _, tokens in held) == sum(sum(tokens) for _, _, tokens in free)
 
 
 def test_long_prompts_hold_up_no_answer_and_cost_no_throughput() -> None:

@@ -202,22 +202,44 @@ class CostModel:
 
 
 class StepRoom:
-    """The remaining time of a step that is being filled."""
+    """The remaining time of a step that is being filled. With lanes, it is the room of one lane: see `beside`."""
 
     def __init__(self, cost: CostModel, load: Load, seconds: float) -> None:
         self._cost, self._load, self._seconds = cost, load, seconds
+        self._others: Sequence[StepRoom] = ()
+        self._num_later = 0
+
+    def beside(self, others: Sequence[StepRoom], num_later: int) -> None:
+        """Share the step with other lanes. Their tokens go to this lane's experts too, and the reverse.
+
+        Call it for all lanes before `take`.
+
+        Args:
+            num_later: the number of lanes that are filled later. Each is expected to take as many tokens as this one.
+        """
+        self._others, self._num_later = others, num_later
+        self._load = self._load._replace(other_tokens=sum(other._load.num_tokens for other in others))
 
     def fitting(self, start: int, most: int) -> int:
         """The number of a prompt's tokens, after its first `start` and at most `most`, that the time allows."""
 
         def needed(count: int) -> float:
-            return self._cost.predict(self._with_prompt(start, count)).seconds
+            later = self._num_later * count
+            own = self._seconds_with(self._with_prompt(start, count), later)
+            others = (other._load for other in self._others if other._load.num_tokens)
+            return max([own, *(self._seconds_with(load, count + later) for load in others)])
 
         return most if needed(most) <= self._seconds else bisect_right(range(1, most + 1), self._seconds, key=needed)
 
     def take(self, start: int, count: int) -> None:
         """Put `count` tokens of a prompt into the step."""
         self._load = self._with_prompt(start, count)
+        for other in self._others:
+            other._load = other._load._replace(other_tokens=other._load.other_tokens + count)
+
+    def _seconds_with(self, load: Load, num_more: int) -> float:
+        """The time of a lane if the others have this many more tokens."""
+        return self._cost.predict(load._replace(other_tokens=load.other_tokens + num_more)).seconds
 
     def _with_prompt(self, start: int, count: int) -> Load:
         return self._cost.arithmetic.with_row(self._load, start, count, 1)

@@ -29,8 +29,16 @@ class LaneDrafts:
         self._lanes = lanes
 
     def drafter_seconds(self, batch: ScheduledBatch) -> float:
-        """See Speculation. Lanes draft side by side, so it is the time of the slowest drafter."""
-        return max(lane.drafter_seconds(own) for lane, own in zip(self._lanes, batch.lanes, strict=True))
+        """See Speculation."""
+        return self.slowest_seconds(batch.lanes)
+
+    def slowest_seconds(self, lanes: Sequence[ScheduledBatch]) -> float:
+        """The time of the slowest drafter, because lanes draft side by side.
+
+        Args:
+            lanes: the batch of each lane.
+        """
+        return max(lane.drafter_seconds(own) for lane, own in zip(self._lanes, lanes, strict=True))
 
     def take_counts(self) -> DraftCounts:
         """See Speculation."""
@@ -172,7 +180,17 @@ class Lanes:
         self.adapters.begin_step()
         if any(lane.waits for lane in self.lanes):
             return None
-        return self._together([lane.schedule_lane() for lane in self.lanes])
+        steps = [lane.begin_lane() for lane in self.lanes]
+        have_prompts = [lane.may_add_prompts(step) for lane, step in zip(self.lanes, steps, strict=True)]
+        if any(have_prompts) and any(step.rows for step in steps):  # prompts of any lane hold the answers of all up
+            seconds = self.speculation.slowest_seconds([step.batch for step in steps])
+            for lane, step in zip(self.lanes, steps, strict=True):
+                lane.make_room(step, seconds)
+            rooms = [step.room for step in steps]
+            for index, room in enumerate(rooms):
+                if room is not None:
+                    room.beside([*rooms[:index], *rooms[index + 1 :]], sum(have_prompts[index + 1 :]))
+        return self._together([lane.end_lane(step) for lane, step in zip(self.lanes, steps, strict=True)])
 
     def probe(self, rows: Sequence[tuple[int, int]]) -> ScheduledBatch | None:
         """See Scheduler.probe: a step of the first lane, in which the others have no rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from quire.request import Request
@@ -48,6 +48,10 @@ class StepRoom(Protocol):
 
     def take(self, start: int, count: int, /) -> None:
         """Put `count` tokens of a prompt into the step."""
+        ...
+
+    def beside(self, others: Sequence[Any], num_later: int, /) -> None:
+        """Share the step with other lanes, which have rooms of the same kind: see cost.model.StepRoom."""
         ...
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
@@ -70,6 +70,8 @@ class _Step:
     batch: ScheduledBatch
     rows: list[Request]
     room: StepRoom | None = None  # set if the step has decodes and a time target: prompts take the rest of the time
+    prompts: list[Request] = field(default_factory=list)  # running requests with prompts, which have no rows yet
+    budget: int = 0  # the tokens that the decodes leave
 
 
 class Scheduler:
@@ -281,12 +283,19 @@ class Scheduler:
         flight.
         """
         self.adapters.begin_step()
-        return self.schedule_lane()
-
-    def schedule_lane(self) -> ScheduledBatch | None:
-        """Like `schedule`, for a step that several lanes have together: `adapters.begin_step` was called for all."""
         if self.waits:
             return None
+        step = self.begin_lane()
+        if step.rows and self.may_add_prompts(step):
+            self.make_room(step, self.speculation.drafter_seconds(step.batch))
+        return self.end_lane(step)
+
+    def begin_lane(self) -> _Step:
+        """The decodes of the next step, with their drafts. `end_lane` adds prompts.
+
+        A step that several lanes have together is made in these two parts. Before them, `adapters.begin_step` was
+        called for all lanes.
+        """
         step = _Step(ScheduledBatch(self._next_step_id), [])
         budget = self.limits.max_num_batched_tokens
         self.adapters.give_out()
@@ -297,14 +306,13 @@ class Scheduler:
         if self._in_flight and self.speculation.drafter_time is not None:
             num_drafts_left = 0  # the worker would draft during the step in flight, and change that step's time
 
-        prompts: list[Request] = []
         num_answers_left = self._num_answers_of_batch(num_drafts_left)
         for request in self._running:  # preemption removes requests from the end of this list, so the loop ends early
             count = self._num_schedulable(request)
             if count > request.num_forced_tokens + 1:
                 if not self._extend_or_preempt(request, count):
                     break
-                prompts.append(request)
+                step.prompts.append(request)
             elif count > 0 and budget > 0 and num_answers_left > 0:
                 num_answers_left -= 1
                 if not self._extend_or_preempt(request, count):
@@ -314,11 +322,28 @@ class Scheduler:
                 num_drafts_left -= len(drafts)
                 budget -= self._add_row(step, request, min(count, budget) + len(drafts), drafts)
 
-        if step.rows and budget > 0 and (prompts or len(self._queue)):
-            step.room = self._room_beside_batch(step.batch)
+        step.budget = budget
+        return step
+
+    def may_add_prompts(self, step: _Step) -> bool:
+        """Whether `end_lane` may add prompts to the decodes of a step."""
+        return step.budget > 0 and bool(step.prompts or len(self._queue))
+
+    def make_room(self, step: _Step, drafter_seconds: float) -> None:
+        """Note what a target for the time between tokens leaves for prompts, if there is one.
+
+        Args:
+            drafter_seconds: the time of the worker's drafter in this step.
+        """
         batch = step.batch
+        rows = batch.num_computed_tokens, batch.num_scheduled_tokens
+        step.room = self._room_beside(*rows, sum(batch.num_logits), drafter_seconds)
+
+    def end_lane(self, step: _Step) -> ScheduledBatch | None:
+        """Add prompts to the decodes of a step. None: it has no rows."""
+        prompts, batch = step.prompts, step.batch
         beside = batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
-        budget, has_time = self._left_for_prompts(prompts, step.rows, beside, budget, step.room)
+        budget, has_time = self._left_for_prompts(prompts, step.rows, beside, step.budget, step.room)
         if not has_time:
             self._serve_oldest(step, prompts, budget)
         elif self._is_shared():
@@ -464,12 +489,6 @@ class Scheduler:
 
     # Scheduling
 
-    def _room_beside_batch(self, batch: ScheduledBatch) -> StepRoom | None:
-        """The room for prompts beside the decodes of a batch and their drafts: see `_room_beside`."""
-        seconds = self.speculation.drafter_seconds(batch)
-        rows = batch.num_computed_tokens, batch.num_scheduled_tokens
-        return self._room_beside(*rows, sum(batch.num_logits), seconds)
-
     def _room_beside(
         self, starts: Sequence[int], counts: Sequence[int], num_logits: int, drafter_seconds: float = 0.0
     ) -> StepRoom | None:
@@ -497,7 +516,7 @@ class Scheduler:
             return self._shared_tokens(prompts, answers, beside, budget) if self._is_shared() else budget, True
         least = min(budget, LEAST_PROMPT_TOKENS)
         fitting = room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
-        return max(fitting, least), fitting >= least or len(answers) == 1
+        return max(fitting, least), fitting >= least or len(answers) <= 1  # 0: other lanes have answers
 
     def _shared_tokens(self, prompts: Sequence[Request], answers: Sequence[Request], beside: Rows, budget: int) -> int:
         """The prompt tokens of a step that is shared: `max_shared_prefill_tokens`, or as pace.py says."""
