@@ -137,6 +137,7 @@ def test_a_lane_drafts_alone(lane: int, folder: Path, wanted: Callable[[], Answe
         if (record := engine.core.last_record) is not None:
             num_held += record.num_accepted_tokens
             assert record.lanes[1 - lane].num_tokens == 0
+            assert (record.draft_seconds > 0) == (record.num_draft_tokens > 0)
     engine.core.shutdown()
     assert [*found.values()] == tokens_of(wanted())
     assert num_held > 10

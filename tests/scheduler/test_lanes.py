@@ -14,9 +14,10 @@ from quire.formats.kv_groups import ONE_LAYER
 from quire.messages import AddRequest, RequestDelta, SetLimits
 from quire.schedule import LaneUse, Pending, RowsFailedError, ScheduledBatch, StepResult
 from quire.scheduler.adapter_turns import PATIENCE, AdapterTurns
+from quire.scheduler.adaptive_depth import DrafterTime
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
-from quire.scheduler.lanes import Lanes
+from quire.scheduler.lanes import LaneDrafts, Lanes
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.proposer import Proposer
 from quire.scheduler.queue import ORDER_KEYS
@@ -160,7 +161,7 @@ def test_lanes_that_wait_for_their_tokens_step_together() -> None:
     guesser.continuation_of = lambda name: expected(messages[name])[0]
     engine.add(messages["early"])
     engine.step()
-    engine.step()
+    assert engine.core._in_flight, "its tokens are known already"
     engine.add(messages["late"])
     num_before = len(engine.batches)
     while all(name in lane for name, lane in zip(messages, engine.lanes.lanes, strict=True)):
@@ -170,6 +171,15 @@ def test_lanes_that_wait_for_their_tokens_step_together() -> None:
     assert len(together) > 5
     assert sum(together) >= len(together) - 2, together
     assert all(engine.tokens(name) == expected(messages[name])[0] for name in messages)
+
+
+def test_the_slowest_drafter_of_a_step_counts() -> None:
+    """Lanes draft side by side."""
+    lanes = [Speculation(Guesser(1.0), 3, drafter_time=DrafterTime(seconds)) for seconds in (1e-3, 5e-3, 2e-3)]
+    batches = [ScheduledBatch(0, draft_token_ids=[[1, 2]]) for _ in lanes]
+    drafts = LaneDrafts(lanes)
+    assert drafts.slowest_seconds(batches) == DrafterTime(5e-3).of_step([2])
+    assert drafts.drafter_seconds(ScheduledBatch(0, lanes=batches)) == drafts.slowest_seconds(batches)
 
 
 def test_adapters_take_turns_in_all_lanes_together() -> None:
