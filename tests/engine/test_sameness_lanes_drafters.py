@@ -81,7 +81,7 @@ def test_tokens_and_logprobs(
     tokens, num_drafts, num_held = drafted(engine)
     assert tokens == tokens_of(wanted())
     if not more.get("drafts"):
-        assert num_drafts > num_held > 10
+        assert num_drafts > num_held > 5
     assert answers(engine.core) == wanted()
     engine.core.shutdown()
 
@@ -92,7 +92,8 @@ def test_a_draft_model_with_experts(folder: Path, wanted: Callable[[], Answer]) 
     tokens, num_drafts, num_held = drafted(engine)
     engine.core.shutdown()
     assert tokens == tokens_of(wanted())
-    assert num_held > 0.8 * num_drafts > 20, "the same model drafts"
+    assert num_drafts > 15
+    assert num_held > 0.8 * num_drafts, "the same model drafts"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_lane_drafts_alone(lane: int, folder: Path, wanted: Callable[[], Answe
             assert (record.draft_seconds > 0) == (record.num_draft_tokens > 0)
     engine.core.shutdown()
     assert [*found.values()] == tokens_of(wanted())
-    assert num_held > 10
+    assert num_held > 5
 
 
 def test_drafts_that_come_and_go_while_requests_are_preempted(folder: Path, wanted: Callable[[], Answer]) -> None:
