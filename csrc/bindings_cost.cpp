@@ -35,19 +35,28 @@ LayersOfKind layers_of(const Kind& kind) {
   return {sight, window, token_bytes, state_bytes, flops_per_pair};
 }
 
-// A tuple of a NamedTuple class. Calling the class would run Python code.
+// A tuple of a NamedTuple class. Calling the class would run Python code, and PyTuple_Type.tp_new would make two more
+// tuples.
 template <class... Fields>
 nb::object named_tuple(nb::handle type, Fields&&... fields) {
+  std::array items{nb::object(nb::cast(std::forward<Fields>(fields)))...};
   auto* const of_type = reinterpret_cast<PyTypeObject*>(type.ptr());
-  const nb::tuple arguments = nb::make_tuple(nb::make_tuple(std::forward<Fields>(fields)...));
-  nb::object made = nb::steal(PyTuple_Type.tp_new(of_type, arguments.ptr(), nullptr));
+  nb::object made = nb::steal(of_type->tp_alloc(of_type, items.size()));
   if (!made.is_valid()) throw nb::python_error();
+  for (size_t i = 0; i < items.size(); ++i)
+    PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), items[i].release().ptr());
   return made;
 }
 
-nb::tuple tuple_of(const std::vector<int64_t>& numbers) { return nb::tuple(nb::cast(numbers)); }
+nb::object tuple_of(const std::vector<int64_t>& numbers) {
+  nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
+  if (!made.is_valid()) throw nb::python_error();
+  for (size_t i = 0; i < numbers.size(); ++i)
+    PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), nb::cast(numbers[i]).release().ptr());
+  return made;
+}
 
-using CountProducts = nb::typed<nb::callable, std::tuple<double, double, double>(int64_t, int64_t, int64_t)>;
+using CountProducts = nb::typed<nb::callable, std::tuple<double, double, double, double>(int64_t, int64_t, int64_t)>;
 using ReadingShare = nb::typed<nb::callable, double(int)>;
 using Numbers = nb::typed<nb::list, int64_t>;
 
@@ -67,25 +76,30 @@ class CorrectedSteps {
                  nb::type_object load_type, nb::type_object time_type)
       : predictor_(all_layers(kinds), constants_of(constants),
                    [products](int64_t num_tokens, int64_t num_logits, int64_t other_tokens) {
-                     const auto [weights, operations, rescanned] =
-                         nb::cast<std::tuple<double, double, double>>(products(num_tokens, num_logits, other_tokens));
-                     return StepProducts{weights, operations, rescanned};
+                     const auto [weights, operations, rescanned, exchanges] =
+                         nb::cast<std::tuple<double, double, double, double>>(
+                             products(num_tokens, num_logits, other_tokens));
+                     return StepProducts{weights, operations, rescanned, exchanges};
                    }),
         correction_(spread, checked(factors),
                     [reading_share](int size) { return nb::cast<double>(reading_share(size)); }),
-        load_type_(std::move(load_type)),
-        time_type_(std::move(time_type)) {}
+        load_type_(checked(load_type)),
+        time_type_(checked(time_type)) {
+    for (size_t i = 0; i < kBounds.size(); ++i) bounds_[i] = nb::str(kBounds[i]);
+  }
+
+  double cold = 0;  // see Pause in cost/correct.py
 
   StepCorrection& correction() { return correction_; }
 
-  nb::object predict(const nb::typed<nb::tuple, nb::object, nb::ellipsis>& load, double further) {
+  nb::object predict(const nb::typed<nb::tuple, nb::object, nb::ellipsis>& load, double pause) {
     const auto numbers = [&load](size_t field) { return nb::cast<int64_t>(load[field]); };
     const auto by_kind = [&load](size_t field) { return nb::cast<std::vector<int64_t>>(load[field]); };
-    return time_of({numbers(0), numbers(1), numbers(2), by_kind(3), by_kind(4), numbers(5)}, further);
+    return time_of({numbers(0), numbers(1), numbers(2), by_kind(3), by_kind(4), numbers(5)}, pause);
   }
 
   std::pair<nb::object, nb::object> predict_rows(const Numbers& starts, const Numbers& counts, int64_t num_logits,
-                                                 int64_t other_tokens, double further) {
+                                                 double pause, int64_t other_tokens) {
     const size_t num_rows = counts.size();
     if (starts.size() != num_rows) refuse(starts.size(), " starts for ", num_rows, " rows");
     predictor_.begin_load(num_logits, other_tokens);
@@ -98,7 +112,7 @@ class CorrectedSteps {
     const StepLoad& load = predictor_.load();
     return {named_tuple(load_type_, load.num_tokens, load.num_rows, load.num_logits, tuple_of(load.kv_tokens),
                         tuple_of(load.pairs), load.other_tokens),
-            time_of(load, further)};
+            time_of(load, pause)};
   }
 
  private:
@@ -118,17 +132,23 @@ class CorrectedSteps {
     return factors;
   }
 
-  nb::object time_of(const StepLoad& load, double further) {
+  static nb::type_object checked(const nb::type_object& type) {
+    if (!PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()), &PyTuple_Type)) refuse("a class without tuples");
+    return type;
+  }
+
+  nb::object time_of(const StepLoad& load, double pause) {
     if (load.kv_tokens.size() != predictor_.num_kinds() || load.pairs.size() != predictor_.num_kinds())
       refuse("a load of other kinds of layers");
     const auto [seconds, low, high, bound] =
-        predictor_.time(load, correction_.spread(), correction_.factor(load.num_tokens), further);
-    return named_tuple(time_type_, seconds, low, high, bound);
+        predictor_.time(load, correction_.spread(), correction_.factor(load.num_tokens), cold * cooled(pause));
+    return named_tuple(time_type_, seconds, low, high, bounds_[static_cast<size_t>(bound)]);
   }
 
   StepPredictor predictor_;
   StepCorrection correction_;
   const nb::type_object load_type_, time_type_;
+  std::array<nb::object, kBounds.size()> bounds_;  // made once: a new string for each step takes its own memory
 };
 
 }  // namespace
@@ -140,9 +160,10 @@ void bind_cost(nb::module_& m) {
                    const std::vector<std::pair<int, double>>&, const ReadingShare&, nb::type_object, nb::type_object>(),
           nb::kw_only(), "kinds"_a, "constants"_a, "products"_a, "spread"_a, "factors"_a, "reading_share"_a,
           "load_type"_a, "time_type"_a)
-      .def("predict", &CorrectedSteps::predict, "load"_a, "further"_a)
-      .def("predict_rows", &CorrectedSteps::predict_rows, "starts"_a, "counts"_a, "num_logits"_a, "other_tokens"_a,
-           "further"_a)
+      .def("predict", &CorrectedSteps::predict, "load"_a, "pause"_a)
+      .def("predict_rows", &CorrectedSteps::predict_rows, "starts"_a, "counts"_a, "num_logits"_a, "pause"_a,
+           "other_tokens"_a)
+      .def_rw("cold", &CorrectedSteps::cold)
       .def_prop_ro("spread", [](CorrectedSteps& self) { return self.correction().spread(); })
       .def_prop_ro("num_corrections", [](CorrectedSteps& self) { return self.correction().num_steps(); })
       .def(

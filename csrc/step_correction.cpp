@@ -19,6 +19,7 @@ constexpr int64_t kFollowingSteps = 8;
 constexpr double kMaxRatio = 20.0;
 constexpr double kMaxLog = 50.0;
 constexpr double kSpreadQuantile = 1.65;
+constexpr double kHalfColdSeconds = 2.0;
 
 double neighbour_share(int distance) {
   static const auto by_distance = [] {
@@ -32,6 +33,8 @@ double neighbour_share(int distance) {
 int size_of_step(int64_t num_tokens) { return std::bit_width(static_cast<uint64_t>(std::abs(num_tokens - 1))); }
 
 }  // namespace
+
+double cooled(double pause) { return pause / (pause + kHalfColdSeconds); }
 
 double StepCorrection::Size::signal() const {
   return std::min(std::abs(error) / std::max(scatter, kLeastScatter), kMostWeight);
@@ -92,7 +95,7 @@ void StepCorrection::add(int64_t num_tokens, double predicted, double measured) 
   own.last_step = num_steps_;
   num_steps_ += 1;
   variance_ += kNewestWeight * (error * error - variance_);
-  spread_ = std::expm1(kSpreadQuantile * std::sqrt(variance_));
+  spread_ = std::exp(kSpreadQuantile * std::sqrt(variance_)) - 1;
 }
 
 double StepCorrection::log_of(int size) const {

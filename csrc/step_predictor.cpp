@@ -83,21 +83,20 @@ PredictedTime StepPredictor::time(const StepLoad& load, double spread, double fa
     kv_sum += Wide(kinds_[kind].token_bytes) * load.kv_tokens[kind] + Wide(kinds_[kind].state_bytes) * load.num_rows;
     attention_sum += Wide(kinds_[kind].flops_per_pair) * load.pairs[kind];
   }
-  const StepProducts& of_size = products({load.num_tokens, load.num_logits, load.other_tokens});
-  const double host = constants_.per_step + static_cast<double>(load.num_logits) * constants_.per_logit_row;
-  const double linear_bytes = of_size.weight_bytes * constants_.per_weight_byte;
-  const double linear_ops = of_size.operations * constants_.per_operation;
-  const double again = of_size.rescanned_bytes * constants_.per_rescanned_byte;
+  const SizeTimes& of_size = times({load.num_tokens, load.num_logits, load.other_tokens});
   const double kv = uncached(static_cast<double>(kv_sum)) * constants_.per_kv_byte;
   const double attention = static_cast<double>(attention_sum) * constants_.per_attention_flop;
-  const double linear = overlapped(linear_bytes, linear_ops, constants_.overlap);
-  const double seconds = factor * (host + linear + again + kv + attention) + further;
-  const double memory = linear_bytes + again + kv, ratio = 1 + std::max(spread, kMinSpread);
-  const char* bound = memory >= linear_ops ? "memory" : "arithmetic";
-  if (host > std::max({memory, linear_ops, attention})) {
-    bound = "host";
-  } else if (attention > std::max(memory, linear_ops)) {
-    bound = "attention";
+  const double seconds =
+      factor * (of_size.host + of_size.linear + of_size.again + kv + attention + of_size.exchanges) + further;
+  const double memory = of_size.reading + of_size.again + kv, ratio = 1 + std::max(spread, kMinSpread);
+  const double products = std::max(memory, of_size.computing);
+  StepBound bound = memory >= of_size.computing ? StepBound::kMemory : StepBound::kArithmetic;
+  if (of_size.exchanges > std::max({products, of_size.host, attention})) {
+    bound = StepBound::kLinks;
+  } else if (of_size.host > std::max(products, attention)) {
+    bound = StepBound::kHost;
+  } else if (attention > products) {
+    bound = StepBound::kAttention;
   }
   return {seconds, seconds / ratio, seconds * ratio, bound};
 }
@@ -108,11 +107,19 @@ size_t StepPredictor::Hash::operator()(const Size& size) const {
   return hash ^ hash >> 32;
 }
 
-const StepProducts& StepPredictor::products(const Size& size) {
-  if (const auto known = products_.find(size); known != products_.end()) return known->second;
+const StepPredictor::SizeTimes& StepPredictor::times(const Size& size) {
+  if (const auto known = times_.find(size); known != times_.end()) return known->second;
   const StepProducts counted = count_products_(size[0], size[1], size[2]);
-  if (products_.size() == kKeptSizes) products_.clear();
-  return products_[size] = counted;
+  const double reading = counted.weight_bytes * constants_.per_weight_byte;
+  const double computing = counted.operations * constants_.per_operation;
+  const SizeTimes found{.host = constants_.per_step + static_cast<double>(size[1]) * constants_.per_logit_row,
+                        .reading = reading,
+                        .computing = computing,
+                        .linear = overlapped(reading, computing, constants_.overlap),
+                        .again = counted.rescanned_bytes * constants_.per_rescanned_byte,
+                        .exchanges = counted.exchange_seconds};
+  if (times_.size() == kKeptSizes) times_.clear();
+  return times_[size] = found;
 }
 
 }  // namespace quire

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from quire.cost.collectives import NO_LINKS, Links
 from quire.cost.devices import Ceilings
 from quire.lora.facts import AdapterFacts
 from quire.metrics.stopwatch import Lap
@@ -73,6 +74,7 @@ class Measured:
     num_tokens: int  # the tokens of the step that measured the working memory
     step: Lap
     ceilings: Ceilings | None = None  # of its threads; None: not measured, as on a GPU
+    links: Links = NO_LINKS  # to the other ranks; on a GPU they are not measured
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ _FURTHER_LIMITS = {
     "expected_tokens_per_second": "what one request can get",
     "expected_total_tokens_per_second": "what max_num_seqs requests can get together",
     "expected_ttft": "how soon an answer can begin",
+    "expected_exchange_seconds": "how much of a step ranks exchange, and do not compute",
     "peak_flops": "arithmetic per second; the model's share of it is in /metrics",
     "peak_read_bandwidth": "bytes read per second; the model's share of it is in /metrics",
     "expectation_waited_share": "how much the expectations are worth",

@@ -106,6 +106,12 @@ def test_ranks_of_a_stage_on_two_machines(tmp_path: Path) -> None:
     assert [each["node"] for each in explanation.as_dict()["ranks"]] == [0, 1]
     for text in ("rank 0: node 0, layers ", "rank 1: node 1, layers "):
         assert text in explanation.text()
+    shown = explanation.settings["expected_exchange_seconds"]
+    assert shown.value > 99 * 30e-6
+    assert "99 exchanges between machines of " in shown.detail
+    assert "between machines 30 us and 1.25 GB/s; assumed" in shown.detail
+    alone = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
+    assert "expected_exchange_seconds" not in alone.settings
 
 
 def test_ranks_that_divide_the_kv_cache(tmp_path: Path) -> None:

@@ -226,6 +226,35 @@ def test_ways_to_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     text_of(capsys, folder, "--hardware", "l4", "-pp", "2", "--quantization", "int8", code=2)
 
 
+MACHINES = ("--device", "cpu", "--memory", "64GB", "--bandwidth", "80GB", "--flops", "3T", "--nnodes", "2")
+
+
+def test_a_slow_network_makes_stages_better_than_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two machines with one rank each. A token of two ranks is longer by exactly what their exchanges cost more."""
+    folder = str(write_config(tmp_path, "Qwen3-0.6B"))
+    words = (folder, *MACHINES, "-tp", "2", "--dtype", "bfloat16")
+
+    def planned(*network: str) -> tuple[list[str], dict[str, float]]:
+        rows = shown(capsys, *words, *network)["layouts"]
+        rows = [row for row in rows if row["weights"] == "bfloat16" and row["data_parallel_size"] == 1]
+        names = ["TP" if row["tensor_parallel_size"] == 2 else "PP" for row in rows]
+        found = dict(zip(names, rows, strict=True))
+        assert found["TP"]["num_exchanges_between_machines"] == found["TP"]["num_exchanges"] == 4 * 28 + 3
+        assert found["PP"]["num_exchanges_between_machines"] == 1
+        return names, {name: row["token_seconds"]["value"] for name, row in found.items()}
+
+    fast, times = planned("--interconnect", "12.5GB,0.01ms")
+    slow, later = planned("--interconnect", "12.5GB,2ms")
+    assert (fast, slow) == (["TP", "PP"], ["PP", "TP"])
+    assert later["TP"] - times["TP"] == pytest.approx((4 * 28 + 3) * 1.99e-3, rel=1e-3)
+    assert later["PP"] - times["PP"] == pytest.approx(1.99e-3, rel=0.02)
+    text = text_of(capsys, *words, "--interconnect", "12.5GB,2ms")
+    assert "between 2 machines 2,000 us and 12.5 GB/s (--interconnect)" in text
+    assert "115 exchanges between machines of " in text
+    assert "in a step of the layout that was asked for" in text
+    assert "1.25 GB/s (assumed)" in text_of(capsys, *words)
+
+
 def test_whole_experts_on_devices_to_choose_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
     folder = str(write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts))
@@ -320,8 +349,13 @@ def test_ranks_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         (("--bandwidth", "1T"), "--hardware names a machine"),
         (("--tensor-parallel-size", "3"), "cannot be shared by 3 devices"),
         (("--sequences", "0"), "Too few sequences"),
-        (("-pp", "2", "--check"), "compared by memory alone"),
-        (("-pp", "2", "--slo-ttft", "1s"), "compared by memory alone"),
+        (("-pp", "2", "--check"), "compared by memory and the time of one token alone"),
+        (("-pp", "2", "--slo-ttft", "1s"), "compared by memory and the time of one token alone"),
+        (("-pp", "2", "--interconnect", "1GB"), "Only one machine is planned"),
+        (("-pp", "2", "--nnodes", "2", "--interconnect", "fast"), "Illegal --interconnect"),
+        (("-pp", "2", "--nnodes", "2", "--interconnect", "0GB,1ms"), "Illegal --interconnect"),
+        (("-pp", "2", "--nnodes", "2", "--interconnect", "1GB,5 parsecs"), "Illegal --interconnect"),
+        (("-pp", "2", "--nnodes", "2"), "GPUs of several machines"),
     ],
 )
 def test_what_it_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

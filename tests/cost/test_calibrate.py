@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from quire.cost.arithmetic import Demand, StepArithmetic
-from quire.cost.calibrate import MeasuredStep, Rows, all_seconds, fit, points
+from quire.cost.calibrate import Fit, MeasuredStep, Rows, all_seconds, fit, points
+from quire.cost.collectives import NO_LINKS, Exchanges, Link, Links, Traffic
 from quire.cost.correct import MAX_RATIO
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants, amounts, prior, step_seconds
@@ -52,7 +53,7 @@ def test_times_of_all_steps_are_those_of_each() -> None:
         demands[0]._replace(weight_bytes=0.0, linear_flops=0.0, rescanned_bytes=1e6),
         demands[0]._replace(num_logits=0),
     ]
-    table, constants = np.array([amounts(demand) for demand in demands]), np.array([astuple(TRUE), astuple(GUESS)])
+    table, constants = np.array([amounts(demand) for demand in demands]), np.array([TRUE.fitted, GUESS.fitted])
     expected = [[step_seconds(demand, each) for demand in demands] for each in (TRUE, GUESS)]
     np.testing.assert_allclose(all_seconds(table, constants), expected, rtol=1e-13)
 
@@ -60,6 +61,33 @@ def test_times_of_all_steps_are_those_of_each() -> None:
 def test_exact_steps_give_exact_predictions() -> None:
     rng = random.Random(0)
     assert max(errors(measured(0.0, rng), rng)) < 0.02
+
+
+def test_exchanges_of_ranks_are_not_fitted_and_not_counted_twice() -> None:
+    """Measured steps contain them. Known links stay as they are, and the other constants explain the rest alone."""
+    arithmetic = StepArithmetic(
+        model_with("full", "window"), "bfloat16", None, "auto", "", Exchanges(Traffic(9, 30e3, 1e4), Traffic(1, 2e3))
+    )
+    links = Links(Link(1e-4, 1e-9), Link(5e-4, 1e-8))
+    true, rng = replace(TRUE, links=links), random.Random(0)
+    demands = []
+    for rows in points(128, 2048, 4096, 100_000, 16):
+        starts, counts = zip(*rows, strict=True)
+        demands.append(arithmetic.demand(arithmetic.load(starts, counts, len(rows))))
+    found = fit([MeasuredStep(each, step_seconds(each, true)) for each in demands], replace(GUESS, links=links))
+    assert found.constants.links == links
+    model, faster = (
+        CostModel(arithmetic, found),
+        CostModel(arithmetic, Fit(replace(found.constants, links=NO_LINKS), 0.1)),
+    )
+    for _ in range(50):
+        load = arithmetic.load([rng.randint(1, 2000)] * 20, [1] * 20, 20)
+        demand = arithmetic.demand(load)
+        assert model.predict(load).seconds == pytest.approx(step_seconds(demand, true), rel=0.02)
+        exchanged = model.predict(load).seconds - faster.predict(load).seconds
+        assert exchanged == pytest.approx(9 * 1e-4 + 20 * (30e3 + 1e4) * 1e-9 + 5e-4 + 20 * 2e3 * 1e-8)
+    slower = found.slower(1.5).constants
+    assert step_seconds(demands[0], slower) == pytest.approx(1.5 * step_seconds(demands[0], found.constants))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,6 +12,7 @@ import pytest
 from quire import extension
 from quire.cost.arithmetic import KEPT_SIZES, Load, StepArithmetic
 from quire.cost.calibrate import Fit
+from quire.cost.collectives import Exchanges, Link, Links, Traffic
 from quire.cost.correct import MAX_RATIO
 from quire.cost.model import CostModel
 from quire.cost.running_steps import PlainSteps, RunningSteps, running_steps
@@ -42,14 +43,17 @@ def random_rows(rng: random.Random) -> tuple[list[int], list[int], int]:
 def test_the_compiled_numbers_are_those_of_the_twin(kinds: tuple[KvKind, ...], isa: str) -> None:
     """Bit by bit, for a thousand random steps and their corrections, in noise that reaches the limits."""
     rng = random.Random(repr((kinds, isa)))
-    arithmetic = StepArithmetic(model_with(*kinds), "bfloat16", None, "auto", isa)
-    constants = replace(CONSTANTS, overlap=rng.uniform(1, 3))
+    between = Exchanges(Traffic(3, 5000.0, 800.0, 64.0), Traffic(1, 1000.0))
+    arithmetic = StepArithmetic(model_with(*kinds), "bfloat16", None, "auto", isa, between)
+    links = Links(Link(rng.choice([0.0, 1e-5]), 1e-9), Link(rng.choice([1e-5, 1.0]), 1e-8))
+    constants = replace(CONSTANTS, overlap=rng.uniform(1, 3), links=links)
     plain, compiled = both(arithmetic, Fit(constants, rng.uniform(0.01, 0.5), {5: 1.2, 2: 0.7, 8: MAX_RATIO}))
     for number in range(1000):
-        rows, others, further = random_rows(rng), rng.choice([0, 0, 1, 300]), rng.choice([0.0, 1e-3])
-        load, found = plain.predict_rows(*rows, others, further)
-        assert compiled.predict_rows(*rows, others, further) == (load, found), rows
-        assert compiled.predict(load, further) == found
+        rows, others, pause = random_rows(rng), rng.choice([0, 0, 1, 300]), rng.choice([0.0, 1e-4, 3.0])
+        plain.cold = compiled.cold = rng.choice([0.0, 1e-3])
+        load, found = plain.predict_rows(*rows, pause, others)
+        assert compiled.predict_rows(*rows, pause, others) == (load, found), rows
+        assert compiled.predict(load, pause) == found
         measured = found.seconds * rng.lognormvariate(0, rng.choice([0.1, 0.1, 2.0]))
         for steps in (plain, compiled):
             steps.correct(load.num_tokens, found.seconds, measured)
@@ -89,26 +93,29 @@ def test_products_of_a_size_are_counted_once_while_it_is_one_of_the_kept() -> No
 
     steps = running_steps(Counting(), Fit(CONSTANTS, 0.1))
     for size in [*range(1, KEPT_SIZES + 1)] * 2:
-        steps.predict_rows([0], [size], 1, 0, 0.0)
+        steps.predict_rows([0], [size], 1, 0.0, 0)
     assert counted == [*range(1, KEPT_SIZES + 1)]
     for size in (KEPT_SIZES + 1, 1):
-        steps.predict_rows([0], [size], 1, 0, 0.0)
+        steps.predict_rows([0], [size], 1, 0.0, 0)
     assert counted[KEPT_SIZES:] == [KEPT_SIZES + 1, 1]
 
 
-def test_what_would_lead_outside_of_memory_is_refused() -> None:
+def test_what_would_lead_outside_of_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     arithmetic = cost_model().arithmetic
     steps = running_steps(arithmetic, Fit(CONSTANTS, 0.1))
     with pytest.raises(ValueError, match="3 starts for 1 rows"):
-        steps.predict_rows([0, 0, 0], [1], 1, 0, 0.0)
+        steps.predict_rows([0, 0, 0], [1], 1, 0.0, 0)
     for start, count in ((-1, 1), (0, 0), (0, 1 << 28), (1 << 28, 1)):
         with pytest.raises(ValueError, match=f"a row of {count} tokens after {start}"):
-            steps.predict_rows([start], [count], 1, 0, 0.0)
+            steps.predict_rows([start], [count], 1, 0.0, 0)
     with pytest.raises(ValueError, match="other kinds of layers"):
         steps.predict(Load(1, 1, 1, (1,), (1,)), 0.0)
     for size in (-1, 65):
         with pytest.raises(ValueError, match=f"size {size}"):
             running_steps(arithmetic, Fit(CONSTANTS, 0.1, {size: 1.0}))
+    monkeypatch.setattr("quire.cost.running_steps.StepTime", dict)
+    with pytest.raises(ValueError, match="a class without tuples"):
+        running_steps(arithmetic, Fit(CONSTANTS, 0.1))
 
 
 def test_a_model_that_nobody_holds_is_freed() -> None:

@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 
 from quire.cost.calibrate import Fit
+from quire.cost.collectives import Link, Links
 from quire.cost.overhead import Overhead
 from quire.cost.step_time import Constants
 from quire.cost.store import CalibrationFile
 
 FIT = Fit(
-    Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0), 0.1, {1: 1.25, 9: 0.5}, 0.25, Overhead(5e-3, 1e-5)
+    Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0, links=Links(Link(1e-6, 1e-10), Link(3e-5, 1e-9))),
+    0.1,
+    {1: 1.25, 9: 0.5},
+    0.25,
+    Overhead(5e-3, 1e-5),
 )
 KEY = {"machine": "m", "build": "b"}
 
@@ -99,6 +104,10 @@ def constant(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
         constant("per_weight_byte", math.inf),
         constant("per_operation", None),
         constant("overlap", 0.5),
+        constant("links", None),
+        constant("links", [[1e-6, 1e-10]] * 3),
+        constant("links", [[1e-6, -1e-10], [0.0, 0.0]]),
+        constant("links", [[math.nan, 0.0], [0.0, 0.0]]),
         lambda content: [content],
     ],
 )

@@ -198,9 +198,7 @@ def test_a_long_prompt_is_measured_if_a_shorter_one_was_faster_than_predicted(mo
     while not calibration.steps:
         assert calibration.step()
     monkeypatch.setattr("quire.engine.calibration.MAX_STEP_SECONDS", 3 * calibration.steps[0].seconds)
-    found = driver.cost.fit.constants
-    slower = {name: 10 * getattr(found, name) for name in found.__dataclass_fields__ if name != "overlap"}
-    wrong = replace(driver.cost.fit, constants=replace(found, **slower))
+    wrong = driver.cost.fit.slower(10)
     driver.cost.calibrate(wrong)
     while len(calibration.steps) < 2:
         assert calibration.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from quire.errors import QueueFullError, TargetMissedError
 from quire.frontend.admission import MAX_RETRY_SECONDS, Admission
 from quire.frontend.stats import Targets
 from quire.messages import EngineReady, Pace, SetLimits
+from quire.option import shown_duration
 from quire.schedule import LaneUse, StepRecord
 from tests.examples import IS_FULL
 from tests.scheduler.driver import request
@@ -125,14 +127,29 @@ def test_a_refusal_says_the_interval_of_its_prediction_and_what_binds() -> None:
     door.on_step(record(1, 0, num_prefill_tokens=64, **step, bound="memory"))
     with pytest.raises(
         TargetMissedError, match=r"would come after 1s \(500ms to 2s; the newest step is bound by memory\)\. Expected"
-    ):
+    ) as error:
         door.check(900)
+    assert error.value.retry_after_seconds == 2, "the high end: 2 s less 0.5 s, in whole seconds"
+    assert "Retry in 2 s (0ms to 1.5s), shorten" in str(error.value)
     door.on_step(record(1, 0, step_seconds=0.1, predicted_seconds=0.0, predicted_high_seconds=0.0))
     with pytest.raises(
         TargetMissedError,
         match=r"would come after 1\.5s \(1s to 2\.5s; the newest step is bound by memory\)\. Expected",
     ):
         door.check(900, waited=0.5)
+
+
+def test_a_client_is_told_to_wait_until_the_high_end_of_the_prediction() -> None:
+    """A step of 1 s that may take 3 s. Both ends are in the message, and the header has the high one."""
+    door = admission(max_num_queued_reqs=1)
+    door.on_step(record(1, 1, num_prefill_tokens=64, predicted_seconds=1.0, predicted_high_seconds=3.0))
+    predicted = door.predicted_ttft(1)
+    assert predicted / 3 < predicted < door.retry_after_seconds == math.ceil(3 * predicted)
+    with pytest.raises(QueueFullError) as error:
+        door.check()
+    low, high = (shown_duration(end) for end in (predicted / 3, 3 * predicted))
+    assert f"Retry in {door.retry_after_seconds} s ({low} to {high}), or raise" in str(error.value)
+    assert error.value.retry_after_seconds == door.retry_after_seconds
 
 
 def test_without_a_target_only_the_queue_refuses() -> None:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import Fit
-from quire.cost.collectives import LATENCY_SECONDS, NO_EXCHANGES, Gathers
+from quire.cost.collectives import Exchanges, Link, Links, Traffic
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants, StepTime
 from quire.planning.request_lengths import RequestLength, RequestLengths
-from quire.planning.service import Goals, Service
+from quire.planning.service import Goals, Point, Service
 from tests.cost.models import CONSTANTS, cost_model
 
 LENGTHS = RequestLengths("test", [RequestLength(600, 200)])
 
 
-def service(
-    room: int = 64, gathers: Gathers = NO_EXCHANGES, spread: float = 0.25, lengths: RequestLengths = LENGTHS
-) -> Service:
-    return Service(cost_model(CONSTANTS, spread), gathers, lengths, 2048, room)
+def service(room: int = 64, spread: float = 0.25, lengths: RequestLengths = LENGTHS) -> Service:
+    return Service(cost_model(CONSTANTS, spread), lengths, 2048, room)
 
 
 def test_one_request_alone() -> None:
@@ -50,12 +50,12 @@ class SurerDecodes(CostModel):
 def test_times_have_the_intervals_of_their_steps() -> None:
     """Of a request alone: the first token that of its prompt, the others that of decodes, and the rate between both."""
     cost = SurerDecodes(cost_model().arithmetic, Fit(CONSTANTS, 0.25))
-    found = Service(cost, NO_EXCHANGES, LENGTHS, 2048, 64).at(1)
+    found = Service(cost, LENGTHS, 2048, 64).at(1)
     assert (found.ttft.low, found.ttft.high) == pytest.approx((found.ttft.value / 2, found.ttft.value * 2))
     assert (found.itl.low, found.itl.high) == pytest.approx((found.itl.value / 1.1, found.itl.value * 1.1))
     slowest = found.ttft.value * 2 + LENGTHS.mean_output * found.itl.value * 1.1
     assert found.requests_per_second.low == pytest.approx(1 / slowest)
-    crowd = Service(cost, NO_EXCHANGES, LENGTHS, 2048, 64).at(8)
+    crowd = Service(cost, LENGTHS, 2048, 64).at(8)
     assert 1.1 < crowd.itl.high / crowd.itl.value < 2, "some of these steps have prompts"
 
 
@@ -92,9 +92,9 @@ def test_a_few_long_steps_with_prompts_may_take_most_of_the_time() -> None:
     """One step in six has tokens of a prompt, and takes far more than five times as long as one without."""
     fast = Constants(1e-6, 1e-9, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0)
     cost, lengths = cost_model(fast), RequestLengths("test", [RequestLength(2000, 50)])
-    alone = Service(cost, NO_EXCHANGES, lengths, 2048, 64).at(1)
+    alone = Service(cost, lengths, 2048, 64).at(1)
     assert (alone.ttft_bound, alone.bound) == ("arithmetic", "memory")
-    assert Service(cost, NO_EXCHANGES, lengths, 2048, 64).at(8).bound == "arithmetic"
+    assert Service(cost, lengths, 2048, 64).at(8).bound == "arithmetic"
 
 
 def test_steps_hold_only_so_many_prompts() -> None:
@@ -113,10 +113,14 @@ def test_the_knee_is_where_products_take_as_long_as_reads() -> None:
 
 
 def test_exchanges_over_links_are_added() -> None:
-    gathers = Gathers(4, 10, 8192, 1e9)
-    assert gathers.seconds(100) == pytest.approx(10 * LATENCY_SECONDS + 0.75 * 100 * 8192 / 1e9)
-    assert NO_EXCHANGES.seconds(100) == 0
-    more = service(gathers=gathers).at(1)
-    assert more.itl.value == pytest.approx(service().at(1).itl.value + gathers.seconds(1))
-    slow = service(gathers=Gathers(4, 10, 8192, 1.0)).at(1)
-    assert slow.bound == "links"
+    def at_one(near: Link) -> Point:
+        cost, between = cost_model(CONSTANTS, 0.25), Exchanges(Traffic(10, 8192.0))
+        arithmetic = copy(cost.arithmetic)
+        arithmetic.exchanges = between
+        constants = replace(CONSTANTS, links=Links(near))
+        return Service(CostModel(arithmetic, Fit(constants, 0.25)), LENGTHS, 2048, 64).at(1)
+
+    more = at_one(Link(20e-6, 1e-9)).itl
+    assert more.value == pytest.approx(service().at(1).itl.value + 10 * 20e-6 + 8192e-9)
+    assert (more.low, more.high) == pytest.approx((more.value / 1.25, more.value * 1.25))
+    assert at_one(Link(1.0)).bound == "links"

@@ -127,7 +127,7 @@ def test_what_an_earlier_start_measured(simulated: Any) -> None:
     resolved = resolve(EngineConfig(device="cpu"), model, device, is_server=True)
     found = []
     for factor in (1, 10):
-        *seconds, overlap = (getattr(CONSTANTS, name) for name in CONSTANTS.__dataclass_fields__)
+        *seconds, overlap = CONSTANTS.fitted
         constants = type(CONSTANTS)(*(factor * each for each in seconds), overlap)
         calibration_file(resolved, model, device).write(Fit(constants, 0.25))
         text, result = simulated(*SMALL)

@@ -10,6 +10,9 @@
 
 namespace quire {
 
+// The share of `cold` (see Pause) that a step after a pause of these seconds takes longer.
+double cooled(double pause);
+
 class StepCorrection {
  public:
   static constexpr int kLargestSize = 64;  // steps of n bits have size n

@@ -37,21 +37,27 @@ struct StepConstants {
       overlap;
 };
 
-// The amounts that depend on the number of tokens, of rows of logits, and of others' tokens alone.
+// What depends on the number of tokens, of rows of logits, and of others' tokens alone: amounts, and the seconds of the
+// exchanges of ranks.
 struct StepProducts {
-  double weight_bytes, operations, rescanned_bytes;
+  double weight_bytes, operations, rescanned_bytes, exchange_seconds;
 };
+
+// What most of the time goes to, in the order of kBounds.
+enum class StepBound : uint8_t { kMemory, kArithmetic, kAttention, kHost, kLinks };
+inline constexpr std::array kBounds{"memory", "arithmetic", "attention", "host", "links"};
 
 struct PredictedTime {
   double seconds, low, high;
-  const char* bound;
+  StepBound bound;
 };
 
 class StepPredictor {
  public:
   using Products = std::function<StepProducts(int64_t num_tokens, int64_t num_logits, int64_t other_tokens)>;
 
-  // `products` is asked once for each of the last sizes of steps.
+  // `products` is asked once for each of the last sizes of steps. Their times are kept with them: powers and logarithms
+  // of each step would bring further pages of code and tables into the caches.
   StepPredictor(std::vector<LayersOfKind> kinds, const StepConstants& constants, Products products);
 
   size_t num_kinds() const { return kinds_.size(); }
@@ -69,12 +75,18 @@ class StepPredictor {
     size_t operator()(const Size& size) const;
   };
 
-  const StepProducts& products(const Size& size);
+  // Seconds: of the host, of reading weights and of computing, each alone and as they overlap, of reading weights again,
+  // and of exchanges.
+  struct SizeTimes {
+    double host, reading, computing, linear, again, exchanges;
+  };
+
+  const SizeTimes& times(const Size& size);
 
   const std::vector<LayersOfKind> kinds_;
   const StepConstants constants_;
   const Products count_products_;
-  std::unordered_map<Size, StepProducts, Hash> products_;
+  std::unordered_map<Size, SizeTimes, Hash> times_;
   StepLoad load_;
 };
 

@@ -13,18 +13,23 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire import __version__
 from quire.cli.flags import Parser
 from quire.cli.settings import add_settings_flags, read_settings
 from quire.compat.table import as_flag, flag_words
 from quire.config import EngineConfig
-from quire.cost.devices import Ceilings
+from quire.cost.collectives import Exchanges, Link
+from quire.cost.devices import NETWORK, Ceilings
 from quire.errors import ConfigError
 from quire.model_config import ModelConfig
-from quire.option import options, parse_human_int
+from quire.option import options, parse_duration, parse_human_int
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
+
+if TYPE_CHECKING:
+    from quire.cost.model import CostModel
+    from quire.planning.fits import Form
 
 DESCRIPTION = """
 Prints the bytes of weights and KV cache in every format, and how many tokens fit beside the weights, from config.json
@@ -58,6 +63,7 @@ def add_parser(subparsers: Any) -> None:
     add("--memory", metavar="SIZE", help="plan for this much memory, as 80GiB: RAM, or, with --device cuda, a GPU's")
     add("--bandwidth", metavar="RATE", help="with --memory: bytes per second that are read, as 864GB")
     add("--flops", metavar="RATE", help="with --memory: operations per second in bfloat16, as 362T")
+    add("--interconnect", metavar="RATE[,TIME]", help="between --nnodes: bytes per second, and a time: 1.25GB,0.03ms")
     add("--sequences", type=int, metavar="N", help="requests of max_model_len to hold (default: 1)")
     add("--workload", metavar="W", help="chat, rag, code, random:IN/OUT, or a file of requests (default: chat)")
     add("--request-rate", metavar="N", help="requests per second that all copies together should serve")
@@ -89,7 +95,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     asks = args.check or engine.slo_ttft is not None or engine.slo_itl is not None
     if is_laid_out and (asks or any(getattr(args, name) is not None for name in _ASKS)):
         raise ConfigError(
-            "Ways to share a model between ranks are compared by memory alone",
+            "Ways to share a model between ranks are compared by memory and the time of one token alone",
             fix="Leave out --check, --sequences, targets, workload, rate and price; or leave out -pp, and -tp without "
             "--hardware",
         )
@@ -105,6 +111,13 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         raise ConfigError("Models are named twice", value=[*names, engine.model], fix="Leave --model out")
     if args.sequences is not None and args.sequences < 1:
         raise ConfigError("Too few sequences", value=args.sequences, expected="1 or more", param="sequences")
+    if args.interconnect is not None and not (is_laid_out and engine.nnodes > 1):
+        raise ConfigError(
+            "Only one machine is planned",
+            value=args.interconnect,
+            fix="Give --nnodes and -tp or -pp too; or leave --interconnect out",
+            param="interconnect",
+        )
     machine = _Machine(args, engine)
     plans: list[Any] = []
     from quire.entry.launch import find_model
@@ -113,7 +126,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         config = replace(engine, model=model_name)
         folder, name, model = find_model(config, None, weights=False)
         if is_laid_out:
-            plans += _laid_out(config, name, model, machine, args.hardware)
+            plans += _laid_out(config, name, model, machine, args)
         elif is_ranked:
             plans.append(_ranked(args, config, folder, name, model, machine, degree))
         else:
@@ -182,19 +195,97 @@ def _plain(args: argparse.Namespace, engine: EngineConfig, name: str, model: Mod
 
 
 def _laid_out(
-    engine: EngineConfig, name: str, model: ModelConfig, machine: _Machine, hardware: str | None
+    engine: EngineConfig, name: str, model: ModelConfig, machine: _Machine, args: argparse.Namespace
 ) -> Iterator[Any]:
     """A plan for each kind of device: all ways to share the number of devices that the degrees need."""
     from quire.planning.hardware import parse_hardware
     from quire.planning.layouts import lay_out
 
-    if hardware is None:
+    network = _network(args.interconnect)
+    if engine.nnodes > 1 and (args.hardware is not None or machine.is_gpu):
+        raise ConfigError(
+            "GPUs of several machines cannot share a model in this version",
+            value=engine.nnodes,
+            expected="1",
+            fix="Leave --nnodes out, or use --device cpu",
+            param="nnodes",
+        )
+    if args.hardware is None:
         num_local = engine.num_local_ranks  # the machine was shared by replicas before
         facts = machine.facts if machine.is_gpu else machine.facts.shared_by(num_local)
-        yield lay_out(name, engine, model, facts, f"{machine.memory_name}, shared by {num_local} ranks")
+        ranks = _RanksOf(facts, network, machine.described, machine.read_bandwidth, 1 if machine.is_gpu else num_local)
+        memory = f"{machine.memory_name}, shared by {num_local} ranks"
+        speeds = (ranks.cost, ranks.links_text(engine)) if machine.has_speed else (None, "")
+        yield lay_out(name, engine, model, facts, memory, *speeds)
         return
-    for each in parse_hardware(hardware, machine.facts, []):
-        yield lay_out(name, engine, model, each.facts, each.text())
+    for each in parse_hardware(args.hardware, machine.facts, []):
+        ranks = _RanksOf(each.facts, network)
+        yield lay_out(name, engine, model, each.facts, each.text(), ranks.cost, ranks.links_text(engine))
+
+
+class _RanksOf:
+    """The assumed speeds of ranks.
+
+    Args:
+        facts: what each rank has.
+        network: None: the usual one is assumed.
+        described: the rates of a machine or a GPU; None: those of the table or of this machine.
+        read_bandwidth: of this machine, in bytes per second, if it was measured.
+        num_sharing: the ranks that share these rates.
+    """
+
+    def __init__(
+        self,
+        facts: DeviceFacts,
+        network: Link | None,
+        described: Ceilings | None = None,
+        read_bandwidth: float | None = None,
+        num_sharing: int = 1,
+    ) -> None:
+        from quire.planning.step_costs import links_between
+
+        self._facts, self._network, self._links = facts, network, links_between(facts.gpu, network)
+        self._described = described and Ceilings(described.read_bandwidth / num_sharing, described.flops / num_sharing)
+        self._read_bandwidth = read_bandwidth and read_bandwidth / num_sharing
+
+    def cost(self, form: Form, part: ModelConfig, exchanges: Exchanges) -> CostModel:
+        """See layouts.CostOfRanks."""
+        from quire.cost.model import CostModel
+        from quire.planning.step_costs import assumed_fit, ceilings, described_cost, step_arithmetic
+
+        arithmetic, is_gpu = step_arithmetic(form.resolved, part, exchanges), form.resolved.device.device == "cuda"
+        if self._described is None and not is_gpu:
+            rates = ceilings(form.resolved, arithmetic, self._facts, self._read_bandwidth)
+            return CostModel(arithmetic, assumed_fit(rates, self._links))
+        rates = self._described or ceilings(form.resolved, arithmetic, self._facts)
+        return described_cost(arithmetic, rates, is_gpu=is_gpu, links=self._links).cost
+
+    def links_text(self, engine: EngineConfig) -> str:
+        """What is assumed of links, for people."""
+        near, far = (link.text() for link in self._links)
+        if engine.nnodes == 1:
+            return f"in a machine {near} (assumed)"
+        origin = "assumed" if self._network is None else "--interconnect"
+        return f"in a machine {near} (assumed), between {engine.nnodes} machines {far} ({origin})"
+
+
+def _network(text: str | None) -> Link | None:
+    """The link in a text such as `1.25GB`, `12.5GB/s,0.01ms`. Raises ConfigError."""
+    if text is None:
+        return None
+    rate, _, seconds = text.partition(",")
+    latency = NETWORK.per_exchange
+    if seconds:
+        try:
+            latency = parse_duration(seconds.strip())
+        except ConfigError as error:
+            raise ConfigError(
+                "Illegal --interconnect",
+                value=text,
+                expected="bytes per second, and perhaps the time of a small exchange: 1.25GB,0.03ms",
+                param="interconnect",
+            ) from error
+    return Link(latency, 1 / _rate(rate, "interconnect"))
 
 
 def _ranked(
@@ -291,7 +382,11 @@ def _rate(text: str, name: str) -> float:
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmgtp]?)(b|flops?)?(/s)?", text.strip(), re.IGNORECASE)
     value = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
     if not LEAST_RATE <= value <= MOST_RATE:
-        examples = {"bandwidth": "as 864GB or 3.35TB/s", "flops": "as 362T"}.get(name, "as 10 or 0.5")
+        examples = {
+            "bandwidth": "as 864GB or 3.35TB/s",
+            "flops": "as 362T",
+            "interconnect": "as 1.25GB or 12.5GB,0.01ms",
+        }.get(name, "as 10 or 0.5")
         raise ConfigError(
             f"Illegal {as_flag(name)}",
             value=text,

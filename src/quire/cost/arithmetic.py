@@ -13,6 +13,7 @@ from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
+from quire.cost.collectives import NO_EXCHANGES, Exchanges
 from quire.formats.kv_format import kv_format
 from quire.formats.weight_format import Fp8Format, GroupedFormat
 from quire.layer_spec.feed_forward import distinct_experts
@@ -46,6 +47,10 @@ class Demand(NamedTuple):
     num_logits: int
     rescanned_bytes: float = 0.0  # the part of weight_bytes that tiles of rows take turns over
     filling_ops: float = 0.0  # operations on rows that fill up tiles (AMX); no other number contains them
+    near_exchanges: int = 0  # of ranks on one machine: see cost/collectives.py
+    near_bytes: float = 0.0
+    far_exchanges: int = 0  # of ranks on several machines
+    far_bytes: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -167,16 +172,25 @@ class StepArithmetic:
         quantization: the quantization of the weights, in the words of ModelConfig.weight_bytes.
         kv_cache_dtype: the setting with this name.
         isa: the instruction set of the CPU's kernels; any other name has no tiles that are known.
+        exchanges: those of the ranks that share the model. Then `model` is the part of one of them, with all layers.
 
     Attributes:
+        exchanges: see Args.
         num_layers: the layers of the model.
         is_fp8: most weights of the blocks are held and multiplied in FP8.
         is_integer: most of them are multiplied in integers, on a CPU.
     """
 
     def __init__(
-        self, model: ModelConfig, dtype: str, quantization: str | None, kv_cache_dtype: str, isa: str = ""
+        self,
+        model: ModelConfig,
+        dtype: str,
+        quantization: str | None,
+        kv_cache_dtype: str,
+        isa: str = "",
+        exchanges: Exchanges = NO_EXCHANGES,
     ) -> None:
+        self.exchanges = exchanges
         kv = kv_format(kv_cache_dtype, dtype)
         counts: Counter[tuple[KvSpec, int]] = Counter()
         for layer, count in model.layer_kinds:
@@ -266,13 +280,27 @@ class StepArithmetic:
             kv_bytes += kind.token_bytes * kv_tokens + state
             written += kind.token_bytes * load.num_tokens + state
             attention += kind.flops_per_pair * pairs
-        weights, linear, int8_ops, rescanned, filling = self._products(
-            load.num_tokens, load.num_logits, load.other_tokens
+        size = load.num_tokens, load.num_logits, load.other_tokens
+        weights, linear, int8_ops, rescanned, filling = self._products(*size)
+        near, far = self.exchanges.near, self.exchanges.far
+        return Demand(
+            weights,
+            kv_bytes,
+            written,
+            linear,
+            int8_ops,
+            attention,
+            load.num_logits,
+            rescanned,
+            filling,
+            near.count,
+            near.num_bytes(*size),
+            far.count,
+            far.num_bytes(*size),
         )
-        return Demand(weights, kv_bytes, written, linear, int8_ops, attention, load.num_logits, rescanned, filling)
 
     def _count_products(self, tokens: int, logits: int, others: int) -> tuple[float, float, float, float, float]:
-        """The amounts of a Demand that depend on the number of tokens, rows of logits, and others' tokens alone."""
+        """The amounts of products, which depend on the number of tokens, rows of logits, and others' tokens alone."""
         int8_ops = self._int8_blocks * tokens + self._int8_output * logits + self._int8_experts * others
         weights = self.weight_bytes(tokens + others) - (0 if logits else self.output_bytes)
         linear = self._blocks * tokens + self._output * logits + self._experts * others - int8_ops

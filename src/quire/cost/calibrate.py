@@ -12,7 +12,7 @@ fitted to the fastest moments of a machine, and the interval is one of all its m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from quire.cost.arithmetic import Demand
 from quire.cost.correct import possible_spread
 from quire.cost.overhead import Overhead
-from quire.cost.step_time import Constants, amounts
+from quire.cost.step_time import Constants, amounts, exchange_seconds
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Rows = list[tuple[int, int]]  # (tokens before, new tokens) of each sequence of a step
@@ -75,7 +75,7 @@ class Fit:
 
     def slower(self, ratio: float) -> Fit:
         """The same with steps that take `ratio` times as long."""
-        slower = Constants(*(ratio * each for each in astuple(self.constants)))
+        slower = Constants(*(ratio * each for each in self.constants.fitted), links=self.constants.links.slower(ratio))
         return replace(self, constants=replace(slower, overlap=self.constants.overlap), cold=ratio * self.cold)
 
 
@@ -125,15 +125,20 @@ def points(
 
 
 def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
-    """The constants that explain the steps best. Every constant is positive, and the overlap at least 1."""
+    """The constants that explain the steps best. Every constant is positive, and the overlap at least 1.
+
+    The guess's links stay. A measured step contains its exchanges, so the other constants explain the rest of its time.
+    """
     start = _to_logs(guess)
     widths = np.full(len(start), PRIOR_WIDTH)
     widths[-1] = OVERLAP_WIDTH
     measured = np.log([step.seconds for step in steps])
     demands = np.array([amounts(step.demand) for step in steps], dtype=float).reshape(len(steps), len(start) - 1)
+    exchanges = np.array([exchange_seconds(step.demand, guess.links) for step in steps])
 
     def log_errors(logs: Array) -> Array:
-        return np.log(all_seconds(demands, _from_logs(logs))) - measured
+        log_seconds: Array = np.log(all_seconds(demands, _from_logs(logs)) + exchanges)
+        return log_seconds - measured
 
     def errors(logs: Array) -> Array:
         """[..., step and constant]. The fit minimizes the sum of their squares."""
@@ -168,18 +173,18 @@ def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
         num_steps, num_times = len(steps), len(errors_of_times)
         share = 0.9 * (1 + 1 / num_steps) / (1 + 1 / num_times)
         spread = float(np.expm1(np.quantile(np.abs(errors_of_times), min(share, 1.0), method="weibull")))
-    return Fit(Constants(*_from_logs(logs).tolist()), possible_spread(spread))
+    return Fit(Constants(*_from_logs(logs).tolist(), links=guess.links), possible_spread(spread))
 
 
 def all_seconds(demands: Array, constants: Array) -> Array:
-    """The result of `step_seconds` for each step, by each set of constants.
+    """The result of `step_seconds` for each step without its exchanges, by each set of constants.
 
     A fit asks for thousands of times between the steps of a running engine. One by one they would take 20 ms, together
     they take 1 to 3.
 
     Args:
         demands: [step, amount].
-        constants: [..., constant], in the order of `Constants`.
+        constants: [..., constant], in the order of `Constants.fitted`.
 
     Returns: [..., step], in seconds.
     """
@@ -191,7 +196,7 @@ def all_seconds(demands: Array, constants: Array) -> Array:
 
 
 def _to_logs(constants: Constants) -> Array:
-    *seconds, overlap = astuple(constants)
+    *seconds, overlap = constants.fitted
     return np.log([*seconds, overlap - 1])
 
 

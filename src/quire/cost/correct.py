@@ -147,7 +147,7 @@ class Correction:
         self._factors.clear()
         self.num_steps += 1
         self._variance += NEWEST_WEIGHT * (error * error - self._variance)
-        self.spread = math.expm1(SPREAD_QUANTILE * math.sqrt(self._variance))
+        self.spread = math.exp(SPREAD_QUANTILE * math.sqrt(self._variance)) - 1
 
     def _following_share(self, size: int, other: int) -> float:
         """The share of a change of `size` by which the other size follows."""
@@ -174,18 +174,18 @@ class Pause:
 
     def seconds(self, pause: float) -> float:
         """The seconds that a step takes longer after a pause of these seconds."""
-        return self.cold * _cooled(pause)
+        return self.cold * cooled(pause)
 
     def add(self, pause: float, predicted: float, measured: float) -> None:
         """A step took `measured` seconds after a pause. Without it `predicted` were expected, a positive number."""
-        cooled, kept = _cooled(pause), 1 - NEWEST_WEIGHT
-        ratio = min(measured / predicted - 1, MAX_RATIO * cooled)  # a delayed step moves `cold` no further
+        share, kept = cooled(pause), 1 - NEWEST_WEIGHT
+        ratio = min(measured / predicted - 1, MAX_RATIO * share)  # a delayed step moves `cold` no further
         if self.cold and not self._weights:
-            self._weights = (_cooled(KNOWN_COLD_SECONDS) / predicted) ** 2
+            self._weights = (cooled(KNOWN_COLD_SECONDS) / predicted) ** 2
             self._weighted = self.cold * self._weights
-        # Least squares of `predicted * ratio = cold * cooled`, with an error in proportion to `predicted`.
-        self._weighted = kept * self._weighted + ratio * cooled / predicted
-        self._weights = kept * self._weights + (cooled / predicted) ** 2
+        # Least squares of `predicted * ratio = cold * share`, with an error in proportion to `predicted`.
+        self._weighted = kept * self._weighted + ratio * share / predicted
+        self._weights = kept * self._weights + (share / predicted) ** 2
         self.cold = max(self._weighted / self._weights, 0.0)
 
 
@@ -197,7 +197,8 @@ def size_of_step(num_tokens: int) -> int:
     return (num_tokens - 1).bit_length()
 
 
-def _cooled(pause: float) -> float:
+def cooled(pause: float) -> float:
+    """The share of `Pause.cold` that a step after a pause of these seconds takes longer."""
     return pause / (pause + HALF_COLD_SECONDS)
 
 

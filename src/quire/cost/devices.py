@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from quire.cost.collectives import Link
 from quire.errors import ConfigError
 
 GIB = 1 << 30
@@ -156,6 +157,23 @@ def cuda_ceilings(cuda_name: str, is_fp8: bool) -> Ceilings:
     """The ceilings of a GPU by its CUDA name. A GPU that the table lacks counts as the slowest that Quire runs on."""
     slowest = min((gpu for gpu in GPUS.values() if gpu.bf16_flops), key=lambda gpu: gpu.read_bandwidth)
     return (gpu_named(cuda_name) or slowest).ceilings(is_fp8)
+
+
+# Links that are assumed where nothing was measured. Two ranks of one machine with two cores join 4 KiB in 0.6 us
+# (benchmarks/results/epyc-zen5-2core/ranks_exchange_2026-11-29.md). A byte is copied once. Between machines: 10 Gbit/s,
+# and the time of a small exchange over TCP on one machine, in the same result, with 10 us of the network.
+SHARED_MEMORY = Link(1e-6, 1 / _BANDWIDTH_PER_CORE)
+NETWORK = Link(30e-6, 1 / 1.25e9)
+# Launches and waits of an exchange of GPUs take this time even if little is sent: assumed.
+GPU_EXCHANGE_SECONDS = 20e-6
+# Bytes per second from one GPU to the next where nothing is known: 16 lanes of PCIe 4.
+DEFAULT_LINK_BANDWIDTH = _PCIE4
+
+
+def gpu_link(cuda_name: str) -> Link:
+    """The link between GPUs of one machine, by their CUDA name."""
+    gpu = gpu_named(cuda_name)
+    return Link(GPU_EXCHANGE_SECONDS, 1 / (DEFAULT_LINK_BANDWIDTH if gpu is None else gpu.link_bandwidth))
 
 
 def find_gpu(wanted: str) -> Gpu:

@@ -48,6 +48,7 @@ class CostModel:
         self._steps, self._tail = running_steps(self.arithmetic, fit), Tail()
         if fit.cold:
             self._pause = Pause(fit.cold)
+        self._steps.cold = self._pause.cold
         if fit.overhead is not None:
             self._overhead = OverheadCorrection(fit.overhead)
 
@@ -90,7 +91,7 @@ class CostModel:
         Args:
             pause: seconds that the engine did nothing before it.
         """
-        return self._steps.predict(load, self._pause.seconds(pause))
+        return self._steps.predict(load, pause)
 
     def predict_rows(
         self, starts: list[int], counts: list[int], num_logits: int, pause: float = 0.0, other_tokens: int = 0
@@ -100,7 +101,7 @@ class CostModel:
         Args:
             other_tokens: see Load.
         """
-        return self._steps.predict_rows(starts, counts, num_logits, other_tokens, self._pause.seconds(pause))
+        return self._steps.predict_rows(starts, counts, num_logits, pause, other_tokens)
 
     def observe(self, load: Load, predicted_seconds: float, seconds: float, pause: float = 0.0) -> None:
         """A step took `seconds`. A step that was not timed, or has no time of its own, is ignored.
@@ -113,6 +114,7 @@ class CostModel:
         if is_cold := pause >= SHORTEST_PAUSE:
             alone = max(predicted_seconds - self._pause.seconds(pause), predicted_seconds / MAX_RATIO)
             self._pause.add(pause, alone, seconds)
+            self._steps.cold = self._pause.cold
             predicted_seconds = alone + self._pause.seconds(pause)
         self._steps.correct(load.num_tokens, predicted_seconds, seconds)
         if is_cold:

@@ -15,8 +15,9 @@ from typing import Protocol, cast
 from quire import extension
 from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.calibrate import Fit
-from quire.cost.correct import Correction
-from quire.cost.step_time import Constants, StepTime, amounts, reading_share, step_time
+from quire.cost.collectives import Links
+from quire.cost.correct import Correction, cooled
+from quire.cost.step_time import Constants, StepTime, amounts, exchange_seconds, reading_share, step_time
 
 
 class RunningSteps(Protocol):
@@ -24,7 +25,10 @@ class RunningSteps(Protocol):
 
     Attributes:
         spread, num_corrections: see Correction (its `num_steps`).
+        cold: see Pause.
     """
+
+    cold: float
 
     @property
     def spread(self) -> float: ...
@@ -44,11 +48,11 @@ class RunningSteps(Protocol):
     def correct(self, num_tokens: int, predicted: float, measured: float) -> None:
         """See Correction.add."""
 
-    def predict(self, load: Load, further: float) -> StepTime:
-        """The corrected time of a step, with `further` seconds more."""
+    def predict(self, load: Load, pause: float) -> StepTime:
+        """The corrected time of a step after a pause of these seconds."""
 
     def predict_rows(
-        self, starts: list[int], counts: list[int], num_logits: int, other_tokens: int, further: float
+        self, starts: list[int], counts: list[int], num_logits: int, pause: float, other_tokens: int
     ) -> tuple[Load, StepTime]:
         """See StepArithmetic.load, Load.other_tokens, and `predict`. Rows have 1 to 2^27 tokens after 0 to 2^27 others.
 
@@ -65,7 +69,7 @@ class PlainSteps:
     """The twin of the compiled class. Both give the same numbers, bit by bit."""
 
     def __init__(self, arithmetic: StepArithmetic, fit: Fit) -> None:
-        self._arithmetic, self._constants = arithmetic, fit.constants
+        self._arithmetic, self._constants, self.cold = arithmetic, fit.constants, 0.0
         self._correction = Correction(
             fit.spread, fit.factors.items(), partial(_reading_share, arithmetic, fit.constants)
         )
@@ -80,24 +84,24 @@ class PlainSteps:
     def num_corrections(self) -> int:
         return self._correction.num_steps
 
-    def predict(self, load: Load, further: float) -> StepTime:
+    def predict(self, load: Load, pause: float) -> StepTime:
         demand, factor = self._arithmetic.demand(load), self._correction.factor(load.num_tokens)
-        return step_time(demand, self._constants, self._correction.spread, factor, further)
+        return step_time(demand, self._constants, self._correction.spread, factor, self.cold * cooled(pause))
 
     def predict_rows(
-        self, starts: list[int], counts: list[int], num_logits: int, other_tokens: int, further: float
+        self, starts: list[int], counts: list[int], num_logits: int, pause: float, other_tokens: int
     ) -> tuple[Load, StepTime]:
         load = self._arithmetic.load(starts, counts, num_logits)
         if other_tokens:
             load = load._replace(other_tokens=other_tokens)
-        return load, self.predict(load, further)
+        return load, self.predict(load, pause)
 
 
 def _compiled(arithmetic: StepArithmetic, fit: Fit) -> RunningSteps:
     steps = extension.C.CorrectedSteps(
         kinds=[astuple(kind) for kind in arithmetic.kinds],
-        constants=astuple(fit.constants),
-        products=partial(_products, arithmetic),
+        constants=fit.constants.fitted,
+        products=partial(_products, arithmetic, fit.constants.links),
         spread=fit.spread,
         factors=list(fit.factors.items()),
         reading_share=partial(_reading_share, arithmetic, fit.constants),
@@ -108,12 +112,15 @@ def _compiled(arithmetic: StepArithmetic, fit: Fit) -> RunningSteps:
 
 
 def _products(
-    arithmetic: StepArithmetic, num_tokens: int, num_logits: int, other_tokens: int
-) -> tuple[float, float, float]:
-    """The amounts that depend on these numbers alone: bytes of weights, operations, and bytes that are rescanned."""
+    arithmetic: StepArithmetic, links: Links, num_tokens: int, num_logits: int, other_tokens: int
+) -> tuple[float, float, float, float]:
+    """What depends on these numbers alone: bytes of weights, operations, bytes that are rescanned, and the seconds of
+    exchanges.
+    """
     nothing = (0,) * len(arithmetic.kinds)
-    of_products = amounts(arithmetic.demand(Load(num_tokens, 0, num_logits, nothing, nothing, other_tokens)))
-    return float(of_products[2]), float(of_products[3]), float(of_products[6])
+    demand = arithmetic.demand(Load(num_tokens, 0, num_logits, nothing, nothing, other_tokens))
+    of_products = amounts(demand)
+    return float(of_products[2]), float(of_products[3]), float(of_products[6]), exchange_seconds(demand, links)
 
 
 def _reading_share(arithmetic: StepArithmetic, constants: Constants, size: int) -> float:

@@ -1,21 +1,23 @@
 """The time of a step: its demand times a few constants of one machine, one build and one model in one form.
 
     t = host + logits * row + ((weights * w)^p + (operations * c)^p)^(1/p) + rescanned * r
-        + uncached(kv_bytes) * k + attention * a
+        + uncached(kv_bytes) * k + attention * a + exchanges * x + exchanged bytes * b
 
 Weights are read while products are computed. `overlap` p says how far the shorter part hides behind the longer one
 (p = 1: not at all). This is the roofline (Williams et al. 2009) with a round knee. Keys and values that the processor's
 caches keep from step to step are read faster. Weights cost once more if more rows take turns over them than the kernels
-compute together.
+compute together. While ranks exchange columns, none of them computes. Exchanges within a machine and between machines
+cost different times.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 from quire.cost.arithmetic import Demand
+from quire.cost.collectives import NO_LINKS, Links
 
 Bound = Literal["memory", "arithmetic", "attention", "host", "links"]
 
@@ -27,7 +29,11 @@ MIN_SPREAD = 0.03  # no machine repeats a step more exactly
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The machine's seconds for a unit of each amount, in the order of `amounts`, and the overlap."""
+    """The machine's seconds for a unit of each amount, in the order of `amounts`, and the overlap.
+
+    Attributes:
+        links: the seconds of exchanges. They are measured by themselves, and never fitted.
+    """
 
     per_step: float
     per_logit_row: float  # sampling, and the host's work for a row
@@ -37,6 +43,15 @@ class Constants:
     per_attention_flop: float
     per_rescanned_byte: float
     overlap: float  # at least 1; not in seconds
+    links: Links = field(default=NO_LINKS, kw_only=True)
+
+    @property
+    def fitted(self) -> tuple[float, ...]:
+        """The numbers that steps teach, in their order: all but the links."""
+        return tuple(getattr(self, name) for name in FITTED)
+
+
+FITTED = tuple(each.name for each in fields(Constants) if each.name != "links")
 
 
 def prior(read_bandwidth: float, flops: float) -> Constants:
@@ -69,8 +84,14 @@ class StepTime(NamedTuple):
 
 def step_seconds(demand: Demand, constants: Constants) -> float:
     """The time of a step."""
-    host, linear_bytes, linear_ops, again, kv, attention = _parts(demand, constants)
-    return host + _overlapped(linear_bytes, linear_ops, constants.overlap) + again + kv + attention
+    host, linear_bytes, linear_ops, again, kv, attention, exchanges = _parts(demand, constants)
+    return host + _overlapped(linear_bytes, linear_ops, constants.overlap) + again + kv + attention + exchanges
+
+
+def exchange_seconds(demand: Demand, links: Links) -> float:
+    """The time in which the ranks of a step exchange something."""
+    near = links.near.seconds(demand.near_exchanges, demand.near_bytes)
+    return near + links.far.seconds(demand.far_exchanges, demand.far_bytes)
 
 
 def step_time(
@@ -83,12 +104,14 @@ def step_time(
         factor: a known correction of the constants' answer.
         further: seconds that are added.
     """
-    host, linear_bytes, linear_ops, again, kv, attention = _parts(demand, constants)
+    host, linear_bytes, linear_ops, again, kv, attention, exchanges = _parts(demand, constants)
     linear = _overlapped(linear_bytes, linear_ops, constants.overlap)
-    seconds = factor * (host + linear + again + kv + attention) + further
+    seconds = factor * (host + linear + again + kv + attention + exchanges) + further
     memory, ratio = linear_bytes + again + kv, 1 + max(spread, MIN_SPREAD)
     bound: Bound = "memory" if memory >= linear_ops else "arithmetic"
-    if host > max(memory, linear_ops, attention):
+    if exchanges > max(memory, linear_ops, host, attention):
+        bound = "links"
+    elif host > max(memory, linear_ops, attention):
         bound = "host"
     elif attention > max(memory, linear_ops):
         bound = "attention"
@@ -97,12 +120,12 @@ def step_time(
 
 def reading_share(demand: Demand, constants: Constants) -> float:
     """The relative change of a step's time for a small relative change of the time of reading: from 0 to 1."""
-    host, linear_bytes, linear_ops, again, kv, attention = _parts(demand, constants)
+    host, linear_bytes, linear_ops, again, kv, attention, exchanges = _parts(demand, constants)
     linear = _overlapped(linear_bytes, linear_ops, constants.overlap)
     shorter, longer = sorted((linear_bytes, linear_ops))
     of_shorter = 0.0 if longer == 0 else 1 - 1 / (1 + (shorter / longer) ** constants.overlap)
     of_bytes = 1 - of_shorter if linear_bytes == longer else of_shorter
-    return (of_bytes * linear + again + kv) / (host + linear + again + kv + attention)
+    return (of_bytes * linear + again + kv) / (host + linear + again + kv + attention + exchanges)
 
 
 def knee_rows(row: Demand, constants: Constants) -> float:
@@ -112,7 +135,7 @@ def knee_rows(row: Demand, constants: Constants) -> float:
 
 
 def amounts(demand: Demand) -> tuple[float, float, float, float, float, float, float]:
-    """The factors of the constants, in their order: each but the overlap."""
+    """The factors of the fitted constants, in their order: each but the overlap."""
     return (
         1.0,
         demand.num_logits,
@@ -124,7 +147,7 @@ def amounts(demand: Demand) -> tuple[float, float, float, float, float, float, f
     )
 
 
-def _parts(demand: Demand, constants: Constants) -> tuple[float, float, float, float, float, float]:
+def _parts(demand: Demand, constants: Constants) -> tuple[float, float, float, float, float, float, float]:
     steps, logits, weight_bytes, operations, kv_bytes, attention_flops, rescanned_bytes = amounts(demand)
     return (
         steps * constants.per_step + logits * constants.per_logit_row,
@@ -133,6 +156,7 @@ def _parts(demand: Demand, constants: Constants) -> tuple[float, float, float, f
         rescanned_bytes * constants.per_rescanned_byte,
         kv_bytes * constants.per_kv_byte,
         attention_flops * constants.per_attention_flop,
+        exchange_seconds(demand, constants.links),
     )
 
 

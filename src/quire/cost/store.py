@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from quire.cost.calibrate import Fit
+from quire.cost.collectives import Link, Links
 from quire.cost.correct import MAX_COLD_SECONDS, MAX_RATIO
 from quire.cost.overhead import MAX_SECONDS, Overhead
-from quire.cost.step_time import Constants
+from quire.cost.step_time import FITTED, Constants
 from quire.logs import get_logger
 from quire.private_cache import check_private, digest, open_private
 
 logger = get_logger(__name__)
 
 MAX_FILE_BYTES = 65_536
+MAX_LINK_SECONDS = 60.0  # of an exchange, and of a byte
 MAX_SIZE = 64  # bits of the number of a step's tokens
 
 
@@ -50,10 +52,13 @@ class CalibrationFile:
                 found = json.loads(file.read(MAX_FILE_BYTES))
             if found["key"] != self._key:
                 raise ValueError("it is of another machine, build or model")
-            numbers = [float(found["constants"][field.name]) for field in fields(Constants)]
+            numbers = [float(found["constants"][name]) for name in FITTED]
             spread = float(found["spread"])
             if not all(math.isfinite(number) and number > 0 for number in numbers) or numbers[-1] < 1:
                 raise ValueError("its constants are impossible")
+            links = Links(*(Link(*map(float, link)) for link in found["constants"]["links"]))
+            if not all(0 <= each <= MAX_LINK_SECONDS for link in links for each in link):
+                raise ValueError("its links are impossible")
             if not 0 < spread <= MAX_RATIO:
                 raise ValueError("its spread is impossible")
             factors = {int(size): float(factor) for size, factor in found["factors"].items()}
@@ -67,7 +72,7 @@ class CalibrationFile:
                 if not all(0 <= seconds <= MAX_SECONDS for seconds in given):
                     raise ValueError("its overhead of a request is impossible")
                 overhead = Overhead(*given)
-            return Fit(Constants(*numbers), spread, factors, cold, overhead)
+            return Fit(Constants(*numbers, links=links), spread, factors, cold, overhead)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from threading import Semaphore
 
 from quire.config import EngineConfig
+from quire.cost.collectives import Links
+from quire.cost.collectives import slowest as slowest_links
 from quire.cost.devices import Ceilings
 from quire.engine.executor import InlineExecutor, LanesExecutor, PipelineExecutor, ThreadExecutor
 from quire.errors import ConfigError
@@ -40,6 +42,7 @@ class RunningWorkers:
     measured: Measured  # the times of the slowest of them
     num_ranks: int
     ceilings: Ceilings | None  # of all of them together; None: not measured
+    links: Links  # between them
 
 
 def bring_up(
@@ -97,7 +100,8 @@ def bring_up(
     executor.allocate(CacheSize(num_blocks, num_bytes, planned.model.max_model_len))
     executor.capture()
     slowest, reached = max(measured, key=lambda each: each.step.seconds), [each.ceilings for each in measured]
-    return RunningWorkers(executor, planned, facts, slowest, len(measured), _together(reached))
+    links = slowest_links(each.links for each in measured)
+    return RunningWorkers(executor, planned, facts, slowest, len(measured), _together(reached), links)
 
 
 def _together(ceilings: Sequence[Ceilings | None]) -> Ceilings | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from quire.config import EngineConfig
+from quire.cost.arithmetic import StepArithmetic
 from quire.cost.calibrate import CACHE_BYTES, MeasuredStep, Rows, fit, points
 from quire.cost.model import CostModel
 from quire.engine.bring_up import RunningWorkers, bring_up
@@ -27,7 +28,7 @@ from quire.loader.drafter import load_with_drafter
 from quire.lora.registry import AdapterRegistry
 from quire.messages import WARM_UP, EngineReady, Progress
 from quire.model_config import ModelConfig
-from quire.planning.cut_stages import check_cuts, cut_of, part_of_rank
+from quire.planning.cut_stages import check_cuts, cut_of, exchanges_of, part_of_rank
 from quire.planning.expectation import expectation
 from quire.planning.step_costs import (
     EARLIER_START,
@@ -139,7 +140,7 @@ def start_engine(
             for worker in reversed(workers):
                 on_error.callback(worker.close)
         parts = [part_of_rank(model_config, config, rank) for rank in range(num_ranks)]
-        model_config = cut_of(model_config, config).part()
+        whole, model_config = model_config, cut_of(model_config, config).part()
         running = bring_up(
             config,
             model_config,
@@ -154,7 +155,12 @@ def start_engine(
         on_error.pop_all()
         on_error.callback(running.executor.shutdown)
         has_clock = executor is None
-        engine = _answering(running, model_config, started, progress, on_begun, is_first=is_first, has_clock=has_clock)
+        arithmetic = step_arithmetic(
+            running.resolved, model_config, exchanges_of(whole, config, running.resolved.model.dtype)
+        )
+        engine = _answering(
+            running, model_config, arithmetic, started, progress, on_begun, is_first=is_first, has_clock=has_clock
+        )
         on_error.pop_all()
     return engine
 
@@ -162,6 +168,7 @@ def start_engine(
 def _answering(
     running: RunningWorkers,
     model_config: ModelConfig,
+    arithmetic: StepArithmetic,
     started: float,
     progress: Progress,
     on_begun: OnBegun,
@@ -178,9 +185,8 @@ def _answering(
     """
     resolved, measured = running.resolved, running.measured
     schedule = resolved.scheduler
-    arithmetic = step_arithmetic(resolved, model_config)
     first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
-    guess = assumed_fit(ceilings(resolved, arithmetic, running.facts)).constants
+    guess = assumed_fit(ceilings(resolved, arithmetic, running.facts), running.links).constants
     cost = CostModel(arithmetic, fit([first], guess))
     adapters = None if resolved.lora is None else AdapterRegistry(running.executor, resolved.lora.max_cpu_loras)
     clock = time.monotonic if has_clock else lambda: 0.0
@@ -195,9 +201,9 @@ def _answering(
         adapters=adapters,
         on_begun=on_begun,
     )
-    file = calibration_file(resolved, model_config, running.facts)
+    file = calibration_file(resolved, model_config, running.facts, arithmetic.exchanges)
     if (known := file.read()) is not None:
-        cost.calibrate(known)
+        cost.calibrate(replace(known, constants=replace(known.constants, links=running.links)))
     predicted = decode_step(cost, 1).seconds
     progress(WARM_UP, 2 / 3, "producing a token")
     laps = produce_tokens(core, has_time_limit=has_clock)

@@ -185,8 +185,11 @@ class Admission:
 
     @property
     def retry_after_seconds(self) -> int:
-        """The predicted wait of a new request in whole seconds, at least 1, for a Retry-After header."""
-        return _whole(self.predicted_ttft(1))
+        """The longest predicted wait of a new request in whole seconds, at least 1, for a Retry-After header.
+
+        It is the high end of the interval, so that a client that waits so long finds room.
+        """
+        return _whole(self._spread * self.predicted_ttft(1))
 
     @property
     def recent_answers(self) -> tuple[float, float]:
@@ -217,7 +220,8 @@ class Admission:
                 "The waiting queue is full",
                 value=self.num_waiting,
                 expected=f"fewer than {limit} waiting requests (max_num_queued_reqs)",
-                fix=f"Retry in {self.retry_after_seconds} s, or raise --max-num-queued-reqs",
+                fix=f"Retry in {self.retry_after_seconds} s{self._ends(self.predicted_ttft(1))}, or raise "
+                "--max-num-queued-reqs",
             )
             error.retry_after_seconds = self.retry_after_seconds
             return error
@@ -232,17 +236,24 @@ class Admission:
             raise error
 
     def _late(self, waited: float, predicted: float, target: float) -> TargetMissedError:
-        seconds, interval = _whole(waited + predicted - target), ""
-        if self._spread > 1:
-            low, high = (shown_duration(waited + end) for end in (predicted / self._spread, predicted * self._spread))
-            interval = f" ({low} to {high}; the newest step is bound by {self._bound})"
+        seconds = _whole(waited + self._spread * predicted - target)
+        bound = f"; the newest step is bound by {self._bound}"
         error = TargetMissedError(
-            f"The first token would come after {shown_duration(waited + predicted)}{interval}",
+            f"The first token would come after {shown_duration(waited + predicted)}"
+            f"{self._ends(predicted, waited, bound)}",
             expected=f"at most {shown_duration(target)} (slo_ttft)",
-            fix=f"Retry in {seconds} s, shorten the prompt, or raise --slo-ttft",
+            fix=f"Retry in {seconds} s{self._ends(predicted, waited - target)}, shorten the prompt, or raise "
+            "--slo-ttft",
         )
         error.retry_after_seconds = seconds
         return error
+
+    def _ends(self, predicted: float, further: float = 0.0, bound: str = "") -> str:
+        """The interval of a prediction with certain seconds more, for people; empty: it has none."""
+        if self._spread == 1:
+            return ""
+        low, high = (further + end for end in (predicted / self._spread, predicted * self._spread))
+        return f" ({shown_duration(max(low, 0.0))} to {shown_duration(high)}{bound})"
 
     def _num_new(self, num_prompt_tokens: int) -> float:
         """Tokens of a prompt that must be computed, if the share of cached tokens is the recent one."""

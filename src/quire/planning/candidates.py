@@ -10,11 +10,11 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.cost.arithmetic import StepArithmetic
-from quire.cost.collectives import Gathers
+from quire.cost.collectives import exchanges
+from quire.distributed.layout import Grid
 from quire.errors import ConfigError, ModelConfigError
 from quire.formats.weight_format import packs_floats
-from quire.layer_spec.feed_forward import Dense, Experts
-from quire.model_config import DTYPE_BYTES, ModelConfig, WeightBytes
+from quire.model_config import ModelConfig, WeightBytes
 from quire.planning.cut_model import ModelCut, check_degree
 from quire.planning.cut_stages import expert_cut
 from quire.planning.estimate import Estimate
@@ -23,7 +23,7 @@ from quire.planning.hardware import Hardware, listed, next_larger
 from quire.planning.memory_plan import KvPages
 from quire.planning.request_lengths import RequestLengths
 from quire.planning.service import Goals, Point, Service
-from quire.planning.step_costs import KnownCost, described_cost, known_cost, step_arithmetic
+from quire.planning.step_costs import KnownCost, described_cost, known_cost, links_between, step_arithmetic
 
 SECONDS_PER_HOUR = 3600
 Part = tuple[ModelConfig, WeightBytes]  # the part of a model on a device, and the bytes of its weights
@@ -393,11 +393,9 @@ class Candidates:
         if row.missing_bytes:
             return row
         known = self._cost(hardware, form, degree)
-        count, width = _exchanged(self._model, self._model.runs_natively(self._engine.model_impl))
-        gathers = Gathers(degree, count, width * DTYPE_BYTES[form.weights.dtype], hardware.link_bandwidth)
         steps = form.resolved.scheduler
         room = min(demand.lengths.that_fit(fit.pages, fit.num_blocks), steps.max_num_seqs)
-        service = Service(known.cost, gathers, demand.lengths, steps.max_num_batched_tokens, room)
+        service = Service(known.cost, demand.lengths, steps.max_num_batched_tokens, room)
         return replace(row, num_requests=room, service=service, origin=known.origin)
 
     def _part(self, form: Form, degree: int) -> Part | None:
@@ -433,9 +431,16 @@ class Candidates:
         assert part is not None, "it fits"
         key = (form.weights.dtype, form.weights.quantization, form.kv_cache_dtype, degree)
         if key not in self._arithmetic:
-            self._arithmetic[key] = step_arithmetic(form.resolved, part[0])
-        arithmetic = self._arithmetic[key]
-        return described_cost(arithmetic, hardware.ceilings(arithmetic.is_fp8), is_gpu=hardware.facts.gpu is not None)
+            whole = self._engine.enable_expert_parallel
+            is_native = self._model.runs_natively(self._engine.model_impl)
+            between = exchanges(
+                self._model, Grid(degree), form.weights.dtype, has_whole_experts=whole, is_native=is_native
+            )
+            self._arithmetic[key] = step_arithmetic(form.resolved, part[0], between)
+        arithmetic, gpu = self._arithmetic[key], hardware.facts.gpu
+        return described_cost(
+            arithmetic, hardware.ceilings(arithmetic.is_fp8), is_gpu=gpu is not None, links=links_between(gpu)
+        )
 
 
 def _is_alike(one: Candidate, other: Candidate) -> bool:
@@ -444,27 +449,3 @@ def _is_alike(one: Candidate, other: Candidate) -> bool:
         other.fit.form.kv_cache_dtype,
         other.degree,
     )
-
-
-def _exchanged(model: ModelConfig, is_native: bool) -> tuple[int, int]:
-    """The exchanges of devices that share a model: their number in a step, and the elements of a token in all of them.
-
-    The inputs and the outputs of the last linear layer of every part of a layer are joined: see layers/joined.py. If
-    transformers' modelling code runs the model, the results of heads and the outputs of every linear layer are joined.
-
-    Args:
-        is_native: whether our own code runs the model.
-    """
-    count = width = 0
-    for part in (part for layer in model.layers for part, _ in layer.parts):
-        if not is_native:
-            linears = () if isinstance(part, Experts) else part.linears
-            joined = [size for linear in linears for _, size in linear.shards]
-            joined += [] if isinstance(part, (Dense, Experts)) else [linears[-1].in_features]
-            count, width = count + len(joined), width + sum(joined)
-            continue
-        has_shared = isinstance(part, Experts) and part.shared is not None  # its inputs are joined by themselves
-        inputs = part.width if isinstance(part, Experts) else part.linears[-1].in_features
-        count += 3 if has_shared else 2
-        width += inputs + model.hidden_size
-    return count, width

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from quire import envs
 from quire.config import EngineConfig
+from quire.cost.collectives import Exchanges, exchanges
 from quire.distributed.layout import Grid
 from quire.errors import ConfigError
 from quire.formats.kv_groups import kv_groups
@@ -64,6 +65,17 @@ def expert_cut(model: ModelConfig, config: EngineConfig) -> ExpertCut | ByCode |
 def cut_of(model: ModelConfig, config: EngineConfig) -> ModelCut:
     """The parts that the ranks of a stage, or of a lane, have of a model."""
     return ModelCut(model, config.tensor_parallel_size, expert_cut(model, config))
+
+
+def exchanges_of(model: ModelConfig, config: EngineConfig, dtype: str) -> Exchanges:
+    """The exchanges of all ranks in a step.
+
+    Args:
+        model: the whole model.
+        dtype: the dtype of activations.
+    """
+    is_native, whole = model.runs_natively(config.model_impl), config.enable_expert_parallel
+    return exchanges(model, grid_of(config), dtype, has_whole_experts=whole, is_native=is_native)
 
 
 def part_of_rank(model: ModelConfig, config: EngineConfig, rank: int) -> ModelConfig:

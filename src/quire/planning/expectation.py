@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from quire.cost.collectives import NO_EXCHANGES
 from quire.cost.model import CostModel
-from quire.cost.step_time import StepTime
+from quire.cost.step_time import StepTime, exchange_seconds
 from quire.metrics.stopwatch import busy_machine
 from quire.planning.estimate import Estimate
 from quire.planning.request_lengths import RequestLength, RequestLengths
 from quire.planning.service import Service
-from quire.planning.step_costs import decode_step
+from quire.planning.step_costs import decode_step, exchanges_text, links_text, short_decodes
 from quire.planning.step_sizes import SHARED_ANSWERS, SHARED_CONTEXT
 from quire.settings import Interval, Record, Resolved, Setting
 
@@ -43,7 +42,7 @@ def expectation(resolved: Resolved, cost: CostModel, origin: str, waited: float)
         )
     prompt = max(min(EXPECTED_PROMPT, resolved.model.max_model_len - 1), 1)
     lengths = RequestLengths("one", [RequestLength(prompt, 1)])
-    alone = Service(cost, NO_EXCHANGES, lengths, limits.max_num_batched_tokens, 1).at(1)
+    alone = Service(cost, lengths, limits.max_num_batched_tokens, 1).at(1)
     interval = Interval(_rounded(alone.ttft.low), _rounded(alone.ttft.high), alone.ttft_bound)
     record.put(
         "expected_ttft",
@@ -53,6 +52,14 @@ def expectation(resolved: Resolved, cost: CostModel, origin: str, waited: float)
         f"{_shown(interval)}; {origin}",
         interval,
     )
+    if exchanges := cost.arithmetic.exchanges:
+        record.put(
+            "expected_exchange_seconds",
+            _rounded(exchange_seconds(cost.arithmetic.demand(short_decodes(cost, 1)), cost.fit.constants.links)),
+            "formula",
+            f"within the time of a step with one token of one request: {exchanges_text(exchanges)}; "
+            f"{links_text(exchanges, cost.fit.constants.links)}; {origin}",
+        )
     record.put("expectation_waited_share", round(waited, 2), "measured", busy_machine(waited) or "an idle machine")
     return record
 

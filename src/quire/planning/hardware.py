@@ -14,8 +14,6 @@ from quire.planning.devices import LEAST_CAPABILITY
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
 
 MOST_DEVICES = 1024
-# Bytes per second from one device to the next where nothing is known: 16 lanes of PCIe 4.
-DEFAULT_LINK_BANDWIDTH = 32e9
 
 
 def this_machine(device: str) -> DeviceFacts:
@@ -49,11 +47,6 @@ class Hardware:
     def is_known(self) -> bool:
         """Whether its rates are described, so that nothing is measured here."""
         return self.gpu is not None or self.described is not None
-
-    @property
-    def link_bandwidth(self) -> float:
-        """Bytes per second from one device to the next."""
-        return DEFAULT_LINK_BANDWIDTH if self.gpu is None else self.gpu.link_bandwidth
 
     @property
     def memory_bytes(self) -> int:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.cost.collectives import Exchanges, exchanges
+from quire.cost.model import CostModel
+from quire.cost.step_time import StepTime
 from quire.distributed.layout import Grid
 from quire.errors import ConfigError
 from quire.formats.kv_format import RANGE_POSITIONS, kv_format
 from quire.model_config import ModelConfig
 from quire.planning.cut_model import MOST_DEGREES, legal_degrees, legal_divisions
-from quire.planning.cut_stages import check_cuts, expert_cut, grid_of, part_of_rank
-from quire.planning.estimate import table
+from quire.planning.cut_stages import check_cuts, cut_of, expert_cut, grid_of, part_of_rank
+from quire.planning.estimate import Estimate, table
 from quire.planning.fits import Form, fit_of, possible_forms, weight_bytes
 from quire.planning.memory_plan import KvPages, planned_weight_bytes
+from quire.planning.step_costs import decode_step, exchanges_text
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.settings import Resolved
 
@@ -120,6 +124,9 @@ class Layout:
         has_whole_experts: whether ranks have whole experts, and not rows of all. Several copies share them, as lanes.
         weight_bytes: bytes of the weights of the rank that holds the most.
         num_tokens: the tokens that the KV caches of all copies hold; 0: the weights do not fit.
+        step: the predicted step with one token of one request, which goes through all stages; None: there are no
+            speeds.
+        exchanges: what the ranks exchange in a step.
     """
 
     form: Form
@@ -130,6 +137,8 @@ class Layout:
     has_whole_experts: bool
     weight_bytes: int
     num_tokens: int
+    step: StepTime | None
+    exchanges: Exchanges
 
     @property
     def flags(self) -> str:
@@ -154,19 +163,37 @@ class Layout:
             "enable_expert_parallel": self.has_whole_experts,
             "weight_bytes": self.weight_bytes,
             "num_tokens": self.num_tokens,
+            "token_seconds": None if self.step is None else Estimate(*self.step[:3]).as_dict(),
+            "bound": None if self.step is None else self.step.bound,
+            "num_exchanges": self.exchanges.near.count + self.exchanges.far.count,
+            "num_exchanges_between_machines": self.exchanges.far.count,
         }
 
 
-def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> Iterator[Layout]:
+# Gives the cost model of ranks with this part of the model, and their exchanges.
+CostOfRanks = Callable[[Form, ModelConfig, Exchanges], CostModel]
+
+
+def layouts(
+    form: Form,
+    model: ModelConfig,
+    device: DeviceFacts,
+    count: int,
+    num_nodes: int = 1,
+    cost_of: CostOfRanks | None = None,
+) -> Iterator[Layout]:
     """All legal ways to share `count` devices in one pair of formats. Ways with the most ranks in a stage come first.
 
     Args:
         device: what each rank has.
+        num_nodes: machines with as many devices each.
+        cost_of: None: there are no speeds.
     """
     for tensor in range(count, 0, -1):
         for pipeline in range(1, count // tensor + 1):
             copies, rest = divmod(count, tensor * pipeline)
-            if rest:
+            machines = _machines(tensor, pipeline, copies, count, num_nodes)
+            if rest or not machines:
                 continue
             may_be_whole = (tensor > 1 and (copies == 1 or pipeline == 1)) or (pipeline == 1 and copies > 1)
             may_be_whole = may_be_whole and model.runs_natively(form.engine.model_impl)
@@ -182,6 +209,14 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
                     parts = [part_of_rank(model, engine, rank) for rank in range(0, tensor * pipeline, tensor)]
                 except ConfigError:  # the model cannot be cut so
                     continue
+                grid = Grid(tensor, pipeline, machines, copies if whole else 1)
+                is_native = model.runs_natively(engine.model_impl)
+                between = exchanges(
+                    model, grid, form.resolved.model.dtype, has_whole_experts=whole, is_native=is_native
+                )
+                step = None
+                if cost_of is not None:
+                    step = decode_step(cost_of(form, cut_of(model, engine).part(), between), 1)
                 for context in _legal_divisions(model, engine):
                     resolved = _divided(form.resolved, context)
                     fits = [
@@ -190,7 +225,19 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
                     ]
                     least = min(fits, key=lambda fit: fit.num_blocks)
                     most = max(sum(fit.weight_bytes) for fit in fits)
-                    yield Layout(form, tensor, pipeline, copies, context, whole, most, copies * least.num_tokens)
+                    num_tokens = copies * least.num_tokens
+                    yield Layout(form, tensor, pipeline, copies, context, whole, most, num_tokens, step, between)
+
+
+def _machines(tensor: int, pipeline: int, copies: int, count: int, num_nodes: int) -> int:
+    """The machines of a copy; 0: machines cannot have equal parts of it. See config_rules."""
+    num_local, num_ranks = count // num_nodes, tensor * pipeline
+    if num_ranks <= num_local:
+        return int(num_local % num_ranks == 0)
+    machines, rest = divmod(num_ranks, num_local)
+    has_whole_stages, is_whole = pipeline % machines == 0, machines % pipeline == 0
+    is_legal = has_whole_stages or (is_whole and tensor % (machines // pipeline) == 0)
+    return machines if is_legal and not rest and copies == 1 else 0
 
 
 def _legal_divisions(model: ModelConfig, engine: EngineConfig) -> list[int]:
@@ -213,7 +260,8 @@ class LayoutPlan:
     Args:
         engine: a config with the degrees that were asked for.
         memory_name: the memory of each rank, for people.
-        rows: in all formats of the weights.
+        rows: in all formats of the weights. With speeds, the fastest way for one request is the first of its format.
+        links: the links that are assumed, for people; empty: there are no speeds.
     """
 
     model_name: str
@@ -222,6 +270,7 @@ class LayoutPlan:
     memory_name: str
     shares: tuple[RankShare, ...]
     rows: list[Layout]
+    links: str = ""
 
     @property
     def asked(self) -> list[Layout]:
@@ -277,18 +326,22 @@ class LayoutPlan:
         tensor = self.engine.tensor_parallel_size
         stages = f"1 to {most}" if (most := self._most_stages()) > 1 else "1"
         yield f"degrees  -tp {degrees}; -pp {stages}; -dcp {divisions} with -tp {tensor}"
+        if self.links:
+            yield f"links    {self.links}"
+            yield f"         {exchanges_text(first.exchanges)} in a step of the layout that was asked for"
         yield ""
-        yield from table(
-            ["layout", "weights", "of the largest rank", "KV tokens of all copies"],
-            [
-                [row.flags, row.form.weights.name, shown_bytes(row.weight_bytes), _tokens(row.num_tokens)]
-                for row in self.rows
-            ],
-            num_names=2,
-        )
+        head = ["layout", "weights", "of the largest rank", "KV tokens of all copies"]
+        yield from table(head + ["ms per token of one request"] * bool(self.links), map(_cells, self.rows), num_names=2)
         yield "A request passes all stages, so -pp makes no answer faster; -tp does, and -dp serves more requests."
+        if self.links:
+            yield "Ways in one format are in the order of their speed, with exchanges. Speeds of devices are assumed."
         if any(row.has_whole_experts and row.copies > 1 for row in self.rows):
             yield "With -dp and -ep, copies are lanes of one engine and share the experts; without -ep, each has all."
+
+
+def _cells(row: Layout) -> list[str]:
+    cells = [row.flags, row.form.weights.name, shown_bytes(row.weight_bytes), _tokens(row.num_tokens)]
+    return cells if row.step is None else [*cells, (Estimate(*row.step[:3]) * 1e3).text(row.step.bound)]
 
 
 def _tokens(count: int) -> str:
@@ -296,17 +349,29 @@ def _tokens(count: int) -> str:
 
 
 def lay_out(
-    model_name: str, engine: EngineConfig, model: ModelConfig, device: DeviceFacts, memory_name: str
+    model_name: str,
+    engine: EngineConfig,
+    model: ModelConfig,
+    device: DeviceFacts,
+    memory_name: str,
+    cost_of: CostOfRanks | None = None,
+    links: str = "",
 ) -> LayoutPlan:
     """Compare all ways to share as many devices as `engine` asks for. Raises ConfigError for illegal degrees.
 
     Args:
         device: what each rank has.
+        cost_of: see layouts.
+        links: see LayoutPlan.
     """
     check_cuts(model, engine)
     alone = replace(engine.undivided(), **ONE_DEVICE)
     forms, _ = possible_forms(alone, model, device)
     forms = [form for form in forms if form.kv_cache_dtype == engine.kv_cache_dtype]
     count = engine.num_ranks * engine.num_replicas
-    rows = [row for form in forms for row in layouts(form, model, device, count)]
-    return LayoutPlan(model_name, model, engine, memory_name, rank_shares(model, engine, forms[0].resolved), rows)
+    rows = []
+    for form in forms:
+        found = layouts(form, model, device, count, engine.nnodes, cost_of)
+        rows += sorted(found, key=lambda row: row.step.seconds if row.step is not None else 0.0)
+    shares = rank_shares(model, engine, forms[0].resolved)
+    return LayoutPlan(model_name, model, engine, memory_name, shares, rows, links)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.cost.arithmetic import Load
-from quire.cost.collectives import Gathers
 from quire.cost.model import CostModel
 from quire.cost.step_time import Bound, StepTime, knee_rows
 from quire.planning.estimate import Estimate
@@ -77,13 +76,12 @@ class Service:
     """One copy of a model that serves a workload.
 
     Args:
-        gathers: the exchanges of the devices that share the copy.
         step_tokens: most tokens of a step.
         room: requests that memory and settings let run.
     """
 
-    def __init__(self, cost: CostModel, gathers: Gathers, lengths: RequestLengths, step_tokens: int, room: int) -> None:
-        self._cost, self._gathers, self._step_tokens = cost, gathers, step_tokens
+    def __init__(self, cost: CostModel, lengths: RequestLengths, step_tokens: int, room: int) -> None:
+        self._cost, self._step_tokens = cost, step_tokens
         self._prompt, self._output = max(round(lengths.mean_prompt), 1), lengths.mean_output
         context = round(lengths.resident_tokens())
         self._row = cost.arithmetic.load([max(context - 1, 0)], [1], 1)
@@ -168,9 +166,7 @@ class Service:
         load = _sum(count, self._row, whole, self._whole_prompt)
         if rest:
             load = self._cost.arithmetic.with_row(load, (self._prompt - rest) // 2, rest, 1)
-        step, exchanges = self._cost.predict(load), self._gathers.seconds(load.num_tokens)
-        ratio, seconds = step.high / step.seconds, step.seconds + exchanges
-        return StepTime(seconds, seconds / ratio, seconds * ratio, "links" if exchanges > step.seconds else step.bound)
+        return self._cost.predict(load)
 
 
 def _sum(count: int, one: Load, more: int, other: Load) -> Load:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 from quire import extension
-from quire.cost.arithmetic import StepArithmetic
+from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit
-from quire.cost.devices import Ceilings, cpu_ceilings, cuda_ceilings, gpu_named
+from quire.cost.collectives import NO_EXCHANGES, NO_LINKS, Exchanges, Link, Links
+from quire.cost.devices import (
+    NETWORK,
+    SHARED_MEMORY,
+    Ceilings,
+    cpu_ceilings,
+    cuda_ceilings,
+    gpu_link,
+    gpu_named,
+)
 from quire.cost.model import CostModel
 from quire.cost.step_time import StepTime, prior
 from quire.cost.store import CalibrationFile
@@ -18,7 +27,7 @@ from quire.errors import ConfigError
 from quire.model_config import ModelConfig
 from quire.planning.knee import REACHED_BANDWIDTH, REACHED_FLOPS, described_constants
 from quire.private_cache import cache_folder, code_identity, digest
-from quire.resolve import DeviceFacts
+from quire.resolve import DeviceFacts, GpuFacts
 from quire.settings import Record, Resolved, Setting
 
 EARLIER_START = "an earlier start measured steps"  # origin of constants, for people
@@ -26,13 +35,15 @@ SHORT_CONTEXT = 16  # tokens before, of each request that a rate is expected for
 DESCRIBED_SPREAD = 1.0  # nine of ten steps are taken to lie between half of the prediction and twice it
 
 
-def step_arithmetic(resolved: Resolved, model: ModelConfig) -> StepArithmetic:
-    """The bytes and operations of a model's steps in its settings."""
+def step_arithmetic(resolved: Resolved, model: ModelConfig, exchanges: Exchanges = NO_EXCHANGES) -> StepArithmetic:
+    """The bytes and operations of a model's steps in its settings. See StepArithmetic."""
     form = resolved.model
-    return StepArithmetic(model, form.dtype, form.quantization, form.kv_cache_dtype, resolved.device.isa)
+    return StepArithmetic(model, form.dtype, form.quantization, form.kv_cache_dtype, resolved.device.isa, exchanges)
 
 
-def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> CalibrationFile:
+def calibration_file(
+    resolved: Resolved, model: ModelConfig, device: DeviceFacts, exchanges: Exchanges = NO_EXCHANGES
+) -> CalibrationFile:
     """The store of measurements of starts with these settings."""
     form, place = resolved.model, resolved.device
     key = {
@@ -51,6 +62,7 @@ def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts
             place.max_cudagraph_capture_size,
             resolved.scheduler.depth,
             resolved.scheduler.pipeline_parallel_size,
+            *([asdict(exchanges)] if exchanges else []),
         ],
     }
     folder = None
@@ -115,33 +127,78 @@ def peaks(
     return record
 
 
-def assumed_fit(reached: Ceilings) -> Fit:
+def assumed_fit(reached: Ceilings, links: Links = NO_LINKS) -> Fit:
     """Constants before anything was measured; their interval is wide."""
-    return Fit(prior(reached.read_bandwidth, reached.flops), FEW_STEPS_SPREAD)
+    return Fit(replace(prior(reached.read_bandwidth, reached.flops), links=links), FEW_STEPS_SPREAD)
 
 
 def known_cost(
-    resolved: Resolved, model: ModelConfig, device: DeviceFacts, read_bandwidth: float | None = None
+    resolved: Resolved,
+    model: ModelConfig,
+    device: DeviceFacts,
+    read_bandwidth: float | None = None,
+    exchanges: Exchanges = NO_EXCHANGES,
 ) -> KnownCost:
     """The cost model on this machine: an earlier start has measured it, or it is assumed."""
-    arithmetic = step_arithmetic(resolved, model)
-    fit = calibration_file(resolved, model, device).read()
+    arithmetic = step_arithmetic(resolved, model, exchanges)
+    fit = calibration_file(resolved, model, device, exchanges).read()
     if fit is not None:
         return KnownCost(CostModel(arithmetic, fit), EARLIER_START, True)
     measured = "" if read_bandwidth is None else f" from {read_bandwidth / 1e9:.1f} GB/s, measured now"
-    assumed = CostModel(arithmetic, assumed_fit(ceilings(resolved, arithmetic, device, read_bandwidth)))
+    links = links_between(device.gpu if resolved.device.device == "cuda" else None)
+    assumed = CostModel(arithmetic, assumed_fit(ceilings(resolved, arithmetic, device, read_bandwidth), links))
     return KnownCost(assumed, f"assumed{measured}; a start measures steps", False)
 
 
-def described_cost(arithmetic: StepArithmetic, described: Ceilings, *, is_gpu: bool) -> KnownCost:
+def links_between(gpu: GpuFacts | None, network: Link | None = None) -> Links:
+    """The links that are assumed: between CPUs or GPUs of one machine, and between machines.
+
+    Args:
+        network: the link between machines, if it is described.
+    """
+    return Links(SHARED_MEMORY if gpu is None else gpu_link(gpu.name), network or NETWORK)
+
+
+def described_cost(
+    arithmetic: StepArithmetic, described: Ceilings, *, is_gpu: bool, links: Links = NO_LINKS
+) -> KnownCost:
     """The cost model on a device that is only described."""
-    constants = described_constants(arithmetic, described, is_gpu=is_gpu)
+    constants = replace(described_constants(arithmetic, described, is_gpu=is_gpu), links=links)
     cost = CostModel(arithmetic, Fit(constants, DESCRIBED_SPREAD))
     return KnownCost(
         cost, f"assumed: {REACHED_BANDWIDTH:.0%} of the bandwidth, {REACHED_FLOPS:.0%} of the operations", False
     )
 
 
+def exchanges_text(exchanges: Exchanges) -> str:
+    """What ranks exchange in a step with one token, for people."""
+    parts = []
+    for name, traffic in (("in a machine", exchanges.near), ("between machines", exchanges.far)):
+        if traffic.count:
+            kilobytes = traffic.num_bytes(1, 1, 0) / 1e3
+            parts.append(
+                f"{traffic.count:,} exchange{'s' * (traffic.count > 1)} {name} of {kilobytes:,.1f} kB together"
+            )
+    return " and ".join(parts) or "no exchanges"
+
+
+def links_text(exchanges: Exchanges, links: Links) -> str:
+    """What exchanges cost, for people."""
+    parts = []
+    for name, traffic, link in (
+        ("in a machine", exchanges.near, links.near),
+        ("between machines", exchanges.far, links.far),
+    ):
+        if traffic.count:
+            parts.append(f"{name} {link.text()}" if any(link) else f"{name} not measured apart from the step")
+    return ", ".join(parts)
+
+
 def decode_step(cost: CostModel, count: int) -> StepTime:
-    """The time of a step with one token of each of `count` requests in short contexts."""
-    return cost.predict(cost.arithmetic.load([SHORT_CONTEXT] * count, [1] * count, count))
+    """The time of a step of `short_decodes`."""
+    return cost.predict(short_decodes(cost, count))
+
+
+def short_decodes(cost: CostModel, count: int) -> Load:
+    """One token of each of `count` requests in short contexts."""
+    return cost.arithmetic.load([SHORT_CONTEXT] * count, [1] * count, count)

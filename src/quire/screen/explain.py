@@ -16,7 +16,7 @@ from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.planning import devices
 from quire.planning.binding import bound_facts, cpus_of_processes
-from quire.planning.cut_stages import check_cuts, cut_of, grid_of, part_of_rank
+from quire.planning.cut_stages import check_cuts, cut_of, exchanges_of, grid_of, part_of_rank
 from quire.planning.expectation import FullStep, expectation, full_steps
 from quire.planning.layouts import RankShare, rank_shares
 from quire.planning.memory_plan import (
@@ -219,7 +219,7 @@ def explain(
     if read_bandwidth is not None:
         read_bandwidth /= engine.num_local_replicas * grid.num_local
     settled = resolve(engine, model, device, is_server=True)
-    known = known_cost(settled, model, device, read_bandwidth)
+    known = known_cost(settled, model, device, read_bandwidth, exchanges_of(whole, engine, settled.model.dtype))
     plans = [_planned(engine, settled, part, own) for part in parts]
     model, memory, resolved, error = min(plans, key=lambda plan: plan.num_blocks)
     waited = 0.0 if known.is_measured else waited

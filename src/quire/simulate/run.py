@@ -19,7 +19,7 @@ from quire.measure.prepared_load import PreparedLoad
 from quire.measure.statistics import measure, word
 from quire.measure.workload import BenchRequest
 from quire.model_config import ModelConfig
-from quire.planning.cut_stages import check_cuts, cut_of
+from quire.planning.cut_stages import check_cuts, cut_of, exchanges_of
 from quire.planning.memory_plan import plan_kv_cache, predict_memory
 from quire.planning.step_costs import KnownCost, known_cost
 from quire.resolve import DeviceFacts, resolve
@@ -81,10 +81,10 @@ def simulate(
         ConfigError: the settings or the load contradict themselves, or the model does not fit into memory.
     """
     check_cuts(model, config)
-    model = cut_of(model, config).part()
+    whole, model = model, cut_of(model, config).part()
     device = device.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
     resolved = plan_engine(config, model, device)
-    known = known_cost(resolved, model, device)
+    known = known_cost(resolved, model, device, exchanges=exchanges_of(whole, config, resolved.model.dtype))
     rounds = [load.requests(load.workload.seed + i) for i in range(load.traffic.num_rounds)]
     sent = [_prompts(requests, load.tokenizer) for requests in rounds]
     warm_up = _prompts(load.warm_up_requests(), load.tokenizer) if load.traffic.num_warmups else []

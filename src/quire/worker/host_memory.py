@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from quire.cost.arithmetic import StepArithmetic
+from quire.cost.collectives import NO_LINKS
 from quire.cost.devices import Ceilings
 from quire.distributed.group import Ranks
 from quire.formats.kv_groups import kv_groups, num_tables, pages_alone
@@ -32,6 +33,7 @@ from quire.worker.expert_balancer import ExpertBalancer
 from quire.worker.expert_use import ExpertCounter
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_cache import PagedCache, page_share
+from quire.worker.link_times import measure_links
 from quire.worker.live_buffers import LiveBuffers
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recorded_steps import RecordedSteps
@@ -73,7 +75,8 @@ class OnHost:
             drafter_weight_bytes=drafter_bytes,
             taken_bytes=devices.taken_memory_bytes() + mapped_bytes,
         )
-        return Measured(memory, num_tokens, step, _ceilings(model.config, memory, settings.model, self._ranks))
+        links = NO_LINKS if self._ranks is None else measure_links(self._ranks)
+        return Measured(memory, num_tokens, step, _ceilings(model.config, memory, settings.model, self._ranks), links)
 
     def runner(
         self,
