@@ -74,13 +74,13 @@ class CorrectedSteps {
   CorrectedSteps(const std::vector<Kind>& kinds, const std::array<double, 8>& constants, const CountProducts& products,
                  double spread, const std::vector<std::pair<int, double>>& factors, const ReadingShare& reading_share,
                  nb::type_object load_type, nb::type_object time_type)
-      : predictor_(all_layers(kinds), constants_of(constants),
-                   [products](int64_t num_tokens, int64_t num_logits, int64_t other_tokens) {
-                     const auto [weights, operations, rescanned, exchanges] =
-                         nb::cast<std::tuple<double, double, double, double>>(
-                             products(num_tokens, num_logits, other_tokens));
-                     return StepProducts{weights, operations, rescanned, exchanges};
-                   }),
+      : predictor_(
+            all_layers(kinds), constants_of(constants),
+            [products](int64_t num_tokens, int64_t num_logits, int64_t other_tokens) {
+              const auto [weights, operations, rescanned, exchanges] =
+                  nb::cast<std::tuple<double, double, double, double>>(products(num_tokens, num_logits, other_tokens));
+              return StepProducts{weights, operations, rescanned, exchanges};
+            }),
         correction_(spread, checked(factors),
                     [reading_share](int size) { return nb::cast<double>(reading_share(size)); }),
         load_type_(checked(load_type)),

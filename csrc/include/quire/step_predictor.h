@@ -75,8 +75,8 @@ class StepPredictor {
     size_t operator()(const Size& size) const;
   };
 
-  // Seconds: of the host, of reading weights and of computing, each alone and as they overlap, of reading weights again,
-  // and of exchanges.
+  // Seconds: of the host, of reading weights and of computing, each alone and as they overlap, of reading weights
+  // again, and of exchanges.
   struct SizeTimes {
     double host, reading, computing, linear, again, exchanges;
   };
