@@ -90,6 +90,8 @@ def test_the_reason_and_vllms_value_are_said() -> None:
         ({"enable_chunked_prefill": False}, 0),
         ({"performance_mode": "interactivity"}, 0),
         ({"is_server": False}, 0),
+        ({"pipeline_parallel_size": 2}, 0),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, 0),
     ],
     ids=str,
 )

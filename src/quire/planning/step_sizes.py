@@ -121,6 +121,8 @@ class StepSizes:
             return 0.0, "default", "a step never takes more than max_shared_prefill_tokens of prompts"
         if self.config.performance_mode == "interactivity":
             return 0.0, "formula", "answers come first for interactivity"
+        if self.config.num_lanes > 1 or self.config.pipeline_parallel_size > 1:
+            return 0.0, "formula", "the answers of other lanes, or of the batches of other stages, are not in this step"
         why = "a step takes more than max_shared_prefill_tokens while prompts are slowed down more than answers, until "
         why += f"answers on average have taken {MOST_ANSWER_TIMES:g} times as long as one alone; vLLM has none"
         return MOST_ANSWER_TIMES, "default", why
