@@ -70,9 +70,9 @@ def has_slow(value: object) -> bool:
 WAITING = tuple(
     f"tests/{folder}/test_{name}.py"
     for folder, names in {
-        "distributed": "shared_memory whereabouts",
+        "distributed": "pulse shared_memory whereabouts",
         "e2e": "adapters async_llm chat first_screen listen metrics ray_replicas recovery replicas serve serve_errors "
-        "spawn tracing",
+        "spawn tracing two_machines",
         "engine": "leaving_ranks nodes slow_ranks",
         "frontend": "client grammar_pool supervisor",
         "install": "install requirements",

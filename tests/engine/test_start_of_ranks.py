@@ -22,7 +22,7 @@ from quire.distributed.layout import Grid
 from quire.engine import external, node_process, nodes, process, ranks
 from quire.engine.nodes import Joined
 from quire.engine.process import EngineProcess
-from quire.engine.rank_messages import Failed, RankLaunch, encode
+from quire.engine.rank_messages import Failed, RankLaunch, StepOrders, encode
 from quire.errors import AdapterNotFoundError, EngineDeadError, PeerLostError
 from quire.kernels import cpu
 from quire.messages import EngineLaunch, UnixSockets
@@ -64,7 +64,7 @@ def launch_of(config: EngineConfig, rank: int = 1) -> RankLaunch:
 @pytest.fixture
 def second() -> ranks.RankProcess:
     launch = launch_of(EngineConfig(tensor_parallel_size=2))
-    return ranks.RankProcess(launch, Grid(2), Told(), Interpreter())  # type: ignore[arg-type]
+    return ranks.RankProcess(launch, Grid(2), Told(), StepOrders(), Interpreter())  # type: ignore[arg-type]
 
 
 def test_a_rank_that_is_lost_between_steps_is_named(second: ranks.RankProcess) -> None:
@@ -82,9 +82,9 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
-    home = ranks.Home(ours)
     orders, adapters, told = Pipe(), Pipe(), Told()
-    rank = ranks.RemoteRank(1, Grid(1, 2, 2), told, orders[0], adapters[0], home, None)  # type: ignore[arg-type]
+    home = ranks.Home(ours, 1, told, ())
+    rank = ranks.RemoteRank(1, Grid(1, 2, 2), told, StepOrders(), orders[0], adapters[0], home, None)  # type: ignore[arg-type]
     rank.check_alive()
     told.failed_rank, told.cause = 1, "its connection was closed"
     with pytest.raises(
@@ -100,7 +100,7 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
     assert wait_for(rank._is_lost)
     with pytest.raises(
         EngineDeadError,
-        match=r"\(on 127.0.0.1\) is lost: the connection to its node has ended \(the connection was clo",
+        match=r"\(on 127.0.0.1\) is lost: the connection to its node has ended \((the connection was closed|.* reset)",
     ):
         rank.check_alive()
     rank.close()
@@ -112,8 +112,9 @@ def test_a_rank_that_is_lost_before_its_node_has_spoken(monkeypatch: pytest.Monk
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
-    home, told, (orders, others) = ranks.Home(ours), Told(), Pipe()
-    rank = ranks.RemoteRank(1, Grid(1, 2, 2), told, orders, None, home, None)  # type: ignore[arg-type]
+    told, (orders, others), (kept, ended) = Told(), Pipe(), socket.socketpair()
+    home = ranks.Home(ours, 1, told, [kept])
+    rank = ranks.RemoteRank(1, Grid(1, 2, 2), told, StepOrders(), orders, None, home, None)  # type: ignore[arg-type]
     others.close()
     lost = r"\(on 127\.0\.0\.1\) is lost: "
     with pytest.raises(EngineDeadError, match=lost + r"its connection has ended, and its node has not said why\.$"):
@@ -121,10 +122,13 @@ def test_a_rank_that_is_lost_before_its_node_has_spoken(monkeypatch: pytest.Monk
     assert told.ranks == [1]
     wire.send(theirs, nodes.encode(nodes.Refused("no reason for a loss")))
     assert wait_for(rank._is_lost)
-    with pytest.raises(EngineDeadError, match=lost + r"the connection to its node has ended\.$"):
+    with pytest.raises(EngineDeadError, match=lost + r"its node has sent something that no node sends\.$"):
         rank.check_alive()
+    ended.settimeout(10.0)
+    assert ended.recv(1) == b"", "other connections to a lost node end too"
     rank.close()
     theirs.close()
+    ended.close()
 
 
 def test_an_engine_without_requests_looks_at_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +194,7 @@ def test_a_node_says_how_it_has_lost_node_0(caplog: pytest.LogCaptureFixture) ->
     with ours:
         ours.send(b"unread")
         theirs.close()
-        assert node_process._watch({}, ours, {}) == 0
+        assert node_process._watch({}, node_process.Connected(ours, {}, {}, {}, {}), Grid(1, 2, 2)) == 0
     assert "node 0 is lost: the connection to it has failed ([Errno 104] Connection reset by peer)" in caplog.text
 
 

@@ -9,7 +9,8 @@ import stat
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,14 @@ def raw(ends: Ends, key: str) -> socket.socket:
     return wire.connect(ends.server.address, ends.server.port, key.encode(), time.monotonic() + 10)
 
 
+@asynccontextmanager
+async def engine_without_code(ends: Ends) -> AsyncIterator[socket.socket]:
+    """The connection of an engine that knows the key. Another one is for beats."""
+    key = "of the tests, long enough"
+    with await asyncio.to_thread(raw, ends, key) as engine, await asyncio.to_thread(raw, ends, key):
+        yield engine
+
+
 @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
 async def test_who_does_not_know_the_key_is_dropped(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     """And the engine is let in behind it."""
@@ -186,7 +195,7 @@ async def test_who_does_not_know_the_key_is_dropped(ends: Ends, caplog: pytest.L
 @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
 async def test_a_front_end_never_waits_for_an_engine_that_reads_nothing(ends: Ends) -> None:
     receiving = asyncio.ensure_future(ends.front.receive())
-    with await asyncio.to_thread(raw, ends, "of the tests, long enough") as engine:
+    async with engine_without_code(ends) as engine:
         wire.send(engine, b"hello")
         assert await receiving == b"hello"
         for _ in range(2):
@@ -223,7 +232,7 @@ async def test_only_one_engine_is_let_in(ends: Ends) -> None:
 @pytest.mark.parametrize("bytes_sent", [b"\xff" * 8, wire.header(b"four") + b"one", b"\x00"])
 async def test_a_malformed_frame_ends_the_link(ends: Ends, bytes_sent: bytes) -> None:
     receiving = asyncio.ensure_future(ends.front.receive())
-    with await asyncio.to_thread(raw, ends, "of the tests, long enough") as engine:
+    async with engine_without_code(ends) as engine:
         engine.sendall(bytes_sent)
         engine.shutdown(socket.SHUT_WR)
         with pytest.raises(LinkEndedError):
@@ -234,7 +243,7 @@ async def test_a_malformed_frame_ends_the_link(ends: Ends, bytes_sent: bytes) ->
 @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
 async def test_a_frame_that_is_too_long_is_logged(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     receiving = asyncio.ensure_future(ends.front.receive())
-    with await asyncio.to_thread(raw, ends, "of the tests, long enough") as engine:
+    async with engine_without_code(ends) as engine:
         engine.sendall(b"\xff" * 8)
         with pytest.raises(LinkEndedError):
             await receiving

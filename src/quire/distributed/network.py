@@ -5,8 +5,11 @@ Dimensions: T tokens, D hidden.
 
 from __future__ import annotations
 
+import select
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,6 +17,8 @@ from torch import Tensor
 from quire.distributed import wire
 from quire.distributed.group import CLOSED, NONSENSE, Failing, GroupError
 from quire.distributed.whereabouts import Whereabouts
+
+NAP_SECONDS = 0.1  # seconds after which a waiting rank looks for failed ranks, as in csrc/shared_group.cpp
 
 
 def cause_of(error: Exception) -> int:
@@ -38,22 +43,15 @@ class SocketLink:
         self.waited_seconds = 0.0
 
     def send(self, rows_TD: Tensor) -> None:
-        self._whereabouts.wait_for(self._rank)  # the peer may be slow to take the rows
-        try:
-            wire.send(self._peer, rows_TD.contiguous().view(torch.uint8).numpy().reshape(-1).data)
-        except OSError as error:
-            raise self._error(error) from error
-        self._whereabouts.wait_for(None)
+        rows = rows_TD.contiguous().view(torch.uint8).numpy().reshape(-1).data
+        with self._waiting():  # the peer may be slow to take the rows
+            wire.send(self._peer, rows, self._wait)
 
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         rows_TD = torch.empty((num_rows, width), dtype=dtype)
         start = time.perf_counter()
-        self._whereabouts.wait_for(self._rank)
-        try:
-            wire.receive_into(self._peer, rows_TD.view(torch.uint8).numpy().reshape(-1).data)
-        except (OSError, wire.WireError) as error:
-            raise self._error(error) from error
-        self._whereabouts.wait_for(None)
+        with self._waiting():
+            wire.receive_into(self._peer, rows_TD.view(torch.uint8).numpy().reshape(-1).data, self._wait)
         self.waited_seconds += time.perf_counter() - start
         return rows_TD
 
@@ -61,6 +59,24 @@ class SocketLink:
 
     def close(self) -> None:
         self._peer.close()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Note that this rank waits. Raises GroupError if the connection ends or a rank has failed."""
+        self._whereabouts.wait_for(self._rank)
+        try:
+            yield
+        except (OSError, wire.WireError) as error:
+            raise self._error(error) from error
+        self._whereabouts.wait_for(None)
+
+    def _wait(self, event: int) -> None:
+        """Wait until the connection takes or has bytes. Other ranks here may know before that it has none any more."""
+        poll = select.poll()
+        poll.register(self._peer, event)
+        while not poll.poll(1000 * NAP_SECONDS):
+            if self._failing.failed_rank is not None:
+                raise wire.WireError("another rank has failed")
 
     def _error(self, error: Exception) -> Exception:
         """The error for a connection that has ended. It may have ended because another rank had failed before."""

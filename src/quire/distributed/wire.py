@@ -10,11 +10,13 @@ import errno
 import fcntl
 import hmac
 import secrets
+import select
 import socket
 import struct
 import sys
 import termios
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import ip_address
 
@@ -28,11 +30,14 @@ RETRY_SECONDS = 0.2
 MOST_FRAME_BYTES = 1 << 20  # the largest frame before ranks are connected
 MOST_MESSAGE_BYTES = 1 << 30  # the largest message between a server and an engine on another machine
 NONCE_BYTES = 32
-# A lost machine sends nothing. After this number of seconds without an answer, the system reports it.
-LOST_SECONDS = 5
+KEEPALIVE_PROBES = 5  # probes of an idle connection without an answer, one each second, after which the system ends it
+CONNECT_SECONDS = 3.0  # the time of one attempt: in a network that was cut the system would wait longer and longer
 _COUNT = struct.Struct("i")
 _LENGTH = struct.Struct(">Q")
 HEADER_BYTES = _LENGTH.size  # each frame begins with its length
+
+# Waits until the connection is ready for an event of select.poll. It may raise an error in place of waiting longer.
+Wait = Callable[[int], None]
 
 logger = get_logger(__name__)
 
@@ -63,11 +68,20 @@ def listen(address: str, port: int) -> socket.socket:
     """A socket that listens at one address. Port 0: the system chooses a port. Raises ConfigError."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if ip_address(str(place[0])).is_unspecified:
+        found = ip_address(str(place[0]))
+        if found.is_unspecified:
             raise ConfigError(
                 "This address would accept connections from all networks",
                 value=address,
                 expected="one address of this machine, in the network of the others",
+                param="master_addr",
+            )
+        if found.is_loopback and address not in (str(found), "localhost"):
+            raise ConfigError(
+                "This name stands for an address that no other machine can reach",
+                value=f"{address}, which is {found} on this machine",
+                expected="an address of this machine in the network of the others, or a name for it",
+                fix="Give --master-addr the address itself, or correct the name in /etc/hosts",
                 param="master_addr",
             )
         listener = socket.socket(family, kind, protocol)
@@ -133,7 +147,8 @@ def connect(address: str, port: int, key: bytes, until: float) -> socket.socket:
     """
     while True:
         try:
-            host = socket.create_connection((address, port), timeout=max(until - time.monotonic(), 0.001))
+            seconds = min(max(until - time.monotonic(), 0.001), CONNECT_SECONDS)
+            host = socket.create_connection((address, port), timeout=seconds)
             break
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS > until:
@@ -151,10 +166,21 @@ def connect(address: str, port: int, key: bytes, until: float) -> socket.socket:
     return _ready(host)
 
 
-def send(peer: socket.socket, frame: bytes | memoryview) -> None:
-    """Send one frame. Raises OSError."""
-    peer.sendall(header(frame))
-    peer.sendall(frame)
+def send(peer: socket.socket, frame: bytes | memoryview, wait: Wait | None = None) -> None:
+    """Send one frame. Raises OSError.
+
+    Args:
+        wait: see Wait; None: wait without looking at anything else.
+    """
+    for part in (memoryview(header(frame)), memoryview(frame)):
+        if wait is None:
+            peer.sendall(part)
+            continue
+        while len(part):
+            try:
+                part = part[peer.send(part, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                wait(select.POLLOUT)
 
 
 def num_unacknowledged(peer: socket.socket) -> int:
@@ -188,12 +214,14 @@ def receive(peer: socket.socket, most: int = MOST_FRAME_BYTES, until: float | No
     return bytes(_exactly(peer, length, until))
 
 
-def receive_into(peer: socket.socket, memory: memoryview) -> None:
+def receive_into(peer: socket.socket, memory: memoryview, wait: Wait) -> None:
     """Receive a frame that fills the memory exactly. Raises WireError and OSError."""
-    (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size))
+    first = bytearray(HEADER_BYTES)
+    _fill(peer, memoryview(first), wait=wait)
+    (length,) = _LENGTH.unpack(first)
     if length != len(memory):
         raise LengthError(f"a frame has {length} bytes, and {len(memory)} are expected")
-    _fill(peer, memory)
+    _fill(peer, memory, wait=wait)
 
 
 def end(peer: socket.socket) -> None:
@@ -203,10 +231,14 @@ def end(peer: socket.socket) -> None:
 
 
 def _ready(peer: socket.socket) -> socket.socket:
+    """Prepare a connection. A lost machine is found by a Pulse; without one, after some seconds without data.
+
+    TCP_USER_TIMEOUT is not set: it would also end the connection of a busy peer that has no room for more data.
+    """
     peer.settimeout(None)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": LOST_SECONDS}
-    for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * LOST_SECONDS}).items():
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": KEEPALIVE_PROBES}
+    for name, value in options.items():
         if hasattr(socket, name):  # a system has only some of these options
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return peer
@@ -222,11 +254,16 @@ def _exactly(peer: socket.socket, count: int, until: float | None = None) -> byt
     return frame
 
 
-def _fill(peer: socket.socket, memory: memoryview, until: float | None = None) -> None:
+def _fill(peer: socket.socket, memory: memoryview, until: float | None = None, wait: Wait | None = None) -> None:
     while len(memory):
         if until is not None:
             peer.settimeout(max(until - time.monotonic(), 0.001))
-        count = peer.recv_into(memory)
+        try:
+            count = peer.recv_into(memory, 0, 0 if wait is None else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            assert wait is not None, "the socket waits"
+            wait(select.POLLIN)
+            continue
         if not count:
             raise WireError("the connection was closed")
         memory = memory[count:]

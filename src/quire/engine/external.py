@@ -30,6 +30,8 @@ from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.distributed.group import CLOSED, STOPPED, Ranks
 from quire.distributed.layout import MOST_LINKS, Grid
+from quire.distributed.network import cause_of
+from quire.distributed.pulse import Pulse, is_silence, why
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.node_process import connect_node
 from quire.engine.nodes import let_in
@@ -38,6 +40,7 @@ from quire.engine.ranks import LOOK_SECONDS, is_stopped
 from quire.engine.worker_thread import WorkerThread
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, PeerLostError
 from quire.life_cycle import CacheSize, FirstWorker, Measured, WorkerSettings
+from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
@@ -52,14 +55,23 @@ from quire.worker.worker import DeviceWorker
 MOST_RESULT_BYTES, MOST_MEETING_BYTES = 1 << 30, 1024
 MOST_DESCRIPTORS = MOST_LINKS + 2  # of a rank: its memory, a connection to the first rank, and its links
 _RANK, _CREDENTIALS = struct.Struct("i"), struct.Struct("3i")
+logger = get_logger(__name__)
 _digested: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 
 class Companions:
-    """The connections of a rank to the first one, or of the first one to all others, by rank."""
+    """The connections of a rank to the first one, or of the first one to all others, by rank.
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
+    Args:
+        beats: the connections for beats to other machines, by the first rank there. The first rank of a machine has
+            them. The companions own all connections.
+    """
+
+    def __init__(
+        self, rank: int, peers: dict[int, socket.socket], beats: dict[int, socket.socket] | None = None
+    ) -> None:
         self.rank, self._peers = rank, peers
+        self._beats, self._pulses = beats or {}, list[Pulse]()
         self._is_closing = False
         self._ranks: Ranks | None = None  # None: they are not watched yet
 
@@ -82,14 +94,18 @@ class Companions:
         return self._receive(0)
 
     def watch(self, ranks: Ranks) -> None:
-        """From now on, tell waiting ranks when a rank has ended, or when two looks have found one here stopped."""
+        """From now on, tell waiting ranks when a rank has ended, or when two looks have found one here stopped.
+
+        Also when another machine is lost, which the first rank here notices, and tells its neighbours.
+        """
         self._ranks, poll = ranks, select.poll()
+        self._pulses = [Pulse(peer, partial(self._on_silence, rank)) for rank, peer in self._beats.items()]
         numbers = {peer.fileno(): rank for rank, peer in self._peers.items()}
         for descriptor in numbers:
             poll.register(descriptor, select.POLLRDHUP)
 
         def look() -> None:
-            stopped, causes = set[int](), dict[int, int]()
+            stopped, causes, has_failed = set[int](), dict[int, int](), False
             while not causes:
                 causes = {numbers[descriptor]: CLOSED for descriptor, _ in poll.poll(1000 * LOOK_SECONDS)}
                 if self._is_closing:
@@ -97,18 +113,32 @@ class Companions:
                 before, pids = stopped, ranks.whereabouts.neighbours()
                 stopped = {rank for rank, pid in pids.items() if is_stopped(pid)}
                 causes |= dict.fromkeys(before & stopped, STOPPED)
+                if has_failed:  # since a look ago, so the failed rank has had time to say why
+                    break
+                has_failed = ranks.failing.failed_rank is not None
             for rank, cause in causes.items():
                 ranks.failing.fail_for(rank, cause=cause)
-            if STOPPED in causes.values():
-                self._end()  # this rank may wait for the stopped one outside of its steps
+            if not causes or STOPPED in causes.values():
+                self._end()  # this rank may wait for a stopped or lost one outside of its steps
 
         if numbers:
             threading.Thread(target=look, name="other ranks", daemon=True).start()
 
+    def _on_silence(self, rank: int, error: Exception) -> None:
+        """Note that the machine of a rank is lost. If only the rank has ended, its other connections end too."""
+        if is_silence(error):
+            assert self._ranks is not None, "it is watched"
+            name = self._ranks.whereabouts.name(rank)
+            logger.error("rank %d (%s) is lost: %s", rank, name, why(error))
+            self._ranks.failing.fail_for(rank, cause=cause_of(error))
+            self._end()
+
     def close(self) -> None:
         self._is_closing = True
+        for pulse in self._pulses:
+            pulse.close()
         self._end()  # closing alone is not enough: the thread that watches keeps them open
-        for peer in self._peers.values():
+        for peer in (*self._peers.values(), *self._beats.values()):
             peer.close()
 
     def _end(self) -> None:
@@ -165,7 +195,7 @@ def start_external(config: EngineConfig, model_config: ModelConfig, progress: Pr
         )
     finally:
         os.close(met.memory)
-    companions = Companions(rank, met.peers)
+    companions = Companions(rank, met.peers, met.beats)
     companions.watch(ranks)
     worker = DeviceWorker(part_of_rank(model_config, config, rank), progress, ranks=ranks)
     return ExternalExecutor(worker, companions, _loads(config, grid, rank))
@@ -220,11 +250,13 @@ class _Met:
     Attributes:
         peers: the connection to the first rank, or the connections from the first rank to all others.
         links: file descriptors to ranks of other machines, by rank.
+        beats: see Companions.
     """
 
     memory: int
     peers: dict[int, socket.socket]
     links: dict[int, int]
+    beats: dict[int, socket.socket]
 
 
 def _meet(rank: int, grid: Grid, config: EngineConfig, model: ModelConfig, waiting: Callable[[str], None]) -> _Met:
@@ -241,7 +273,8 @@ def _meet(rank: int, grid: Grid, config: EngineConfig, model: ModelConfig, waiti
 
 
 # The connections of each rank here to other machines: to the first rank, or from it to the others; and links, by rank.
-_Connections = tuple[dict[int, dict[int, socket.socket]], dict[int, dict[int, socket.socket]]]
+# Then the connections for beats: see Companions.
+_Connections = tuple[dict[int, dict[int, socket.socket]], dict[int, dict[int, socket.socket]], dict[int, socket.socket]]
 
 
 def _connect(
@@ -249,18 +282,16 @@ def _connect(
 ) -> _Connections:
     """All connections of this machine to others. Raises ConfigError."""
     if grid.num_nodes == 1:
-        return {}, {}
+        return {}, {}, {}
     folder, drafter_folder = Path(model.model), model.drafter_folder
     if config.node_rank:
         connected = connect_node(config, folder, on_error, drafter_folder)
-        connected.home.close()
-        return {rank: {0: peer} for rank, peer in connected.controls.items()}, connected.links
+        beats = {0: connected.home, **connected.beats}
+        return {rank: {0: peer} for rank, peer in connected.controls.items()}, connected.links, beats
     joined = let_in(config, folder, waiting, drafter_folder=drafter_folder)
     for peer in joined.peers():
         on_error.enter_context(peer)
-    for peer in joined.homes.values():
-        peer.close()
-    return {0: joined.ranks}, joined.links
+    return {0: joined.ranks}, joined.links, {grid.ranks_of(node)[0]: home for node, home in joined.homes.items()}
 
 
 def _gather(
@@ -287,7 +318,7 @@ def _gather(
                 raise ConnectionError("a rank has ended")
             peer.settimeout(None)
             neighbours[_RANK.unpack(frame)[0]] = peer
-    peers, links = connect(on_error)
+    peers, links, beats = connect(on_error)
     memory = make_memory(grid)
     on_error.callback(os.close, memory)
     for other, neighbour in neighbours.items():
@@ -298,9 +329,8 @@ def _gather(
         for each in given:
             each.close()
     own = peers.get(rank, {}) | ({} if rank else neighbours)
-    return _Met(
-        memory, dict(sorted(own.items())), {other: peer.detach() for other, peer in links.get(rank, {}).items()}
-    )
+    own_links = {other: peer.detach() for other, peer in links.get(rank, {}).items()}
+    return _Met(memory, dict(sorted(own.items())), own_links, beats)
 
 
 def _join(rank: int, name: str, until: float, on_error: ExitStack) -> _Met:
@@ -326,7 +356,7 @@ def _join(rank: int, name: str, until: float, on_error: ExitStack) -> _Met:
     peers = {other: socket.socket(fileno=given.pop(0)) for other in to_first}
     if peers:
         peer.close()  # the first rank of all is on another machine
-    return _Met(memory, peers or {0: peer}, dict(zip(to_others, given, strict=True)))
+    return _Met(memory, peers or {0: peer}, dict(zip(to_others, given, strict=True)), {})
 
 
 def _received(peer: socket.socket) -> tuple[bytes, list[int], int, object]:

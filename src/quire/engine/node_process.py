@@ -7,13 +7,16 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from quire import envs
 from quire.config import EngineConfig
 from quire.distributed import wire
+from quire.distributed.layout import Grid
+from quire.distributed.pulse import Pulse, is_silence, why
 from quire.distributed.shared_memory import make_memory
 from quire.engine import nodes
 from quire.engine.nodes import Joined, NodeLost, RankConnects, Refused, Use, Welcome
@@ -52,12 +55,15 @@ class Connected:
         controls: the connection of each rank of this node to node 0.
         adapters: another one of each rank, for adapters; empty: there are no adapters.
         links: the connections between ranks of this node and of other nodes: {own rank: {other rank: connection}}.
+        beats: the connections for beats to nodes other than node 0 with which ranks here exchange rows, by the first
+            rank there.
     """
 
     home: socket.socket
     controls: dict[int, socket.socket]
     adapters: dict[int, socket.socket]
     links: dict[int, dict[int, socket.socket]]
+    beats: dict[int, socket.socket]
 
 
 def connect_node(
@@ -95,16 +101,17 @@ def connect_node(
             wire.send(peer, nodes.encode(RankConnects(rank, use, to)))
             return peer
 
+        here = grid.ranks_of(config.node_rank)
         out = {(rank, to): connect(rank, "rows", to) for rank, to in sorted(nodes.links_out(config, grid))}
-        arrived, expected = Joined(), nodes.links_in(config, grid)
-        while missing := expected - arrived.linked():
-            _, other = min(missing)
+        beats = {to: connect(here[0], "beats", to) for to in sorted(nodes.beats_out(config, grid))}
+        arrived, links_in, beats_in = Joined(), nodes.links_in(config, grid), nodes.beats_in(config, grid)
+        while missing := {other for _, other in links_in - arrived.linked()} | (beats_in - set(arrived.beats)):
+            other = min(missing)
             name, place = f"The connection of node {grid.node(other)}", listener.getsockname()[:2]
             nodes.take(listener, key, until, arrived)
         listener.close()
         for peer in arrived.peers():
             opened.enter_context(peer)
-        here = grid.ranks_of(config.node_rank)
         controls = {rank: connect(rank, "orders") for rank in here}
         adapters = {rank: connect(rank, "adapters") for rank in here} if config.enable_lora else {}
     except (TimeoutError, wire.WireError, OSError) as error:
@@ -118,7 +125,7 @@ def connect_node(
     links = {rank: arrived.links.get(rank, {}) for rank in controls}
     for (rank, to), peer in out.items():
         links[rank][to] = peer
-    return Connected(home, controls, adapters, links)
+    return Connected(home, controls, adapters, links, beats | arrived.beats)
 
 
 def _run(
@@ -148,37 +155,57 @@ def _run(
             *(peer for own in connected.links.values() for peer in own.values()),
         ):
             peer.close()  # the processes have them
-        return _watch(processes, connected.home, {rank: rank_name(rank, grid) for rank in processes})
+        return _watch(processes, connected, grid)
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
 
 
-def _watch(processes: dict[int, subprocess.Popen[bytes]], home: socket.socket, names: dict[int, str]) -> int:
-    """Wait until node 0 is gone, or until a rank of this node is lost. Node 0 is told about a lost rank."""
-    is_over, cause = threading.Event(), ""
+def _watch(processes: dict[int, subprocess.Popen[bytes]], connected: Connected, grid: Grid) -> int:
+    """Wait until node 0 is gone, or until a rank of this node or another node is lost. Node 0 is told about a loss."""
+    is_over, ended = threading.Event(), dict[int, Exception]()
 
-    def listen() -> None:
-        nonlocal cause
-        try:
-            home.recv(1)  # node 0 sends no more messages; this returns when the connection closes
-        except OSError as error:
-            cause = str(error)
-        is_over.set()
+    def on_end(rank: int, error: Exception) -> None:
+        if rank == 0 or is_silence(error):  # node 0 notices by itself that another node has ended
+            ended[grid.node(rank)] = error
+            is_over.set()
 
-    threading.Thread(target=listen, name="node 0", daemon=True).start()
+    with ExitStack() as pulses:
+        home = Pulse(connected.home, partial(on_end, 0))
+        pulses.callback(home.close)
+        for rank, peer in connected.beats.items():
+            pulses.callback(Pulse(peer, partial(on_end, rank)).close)
+        lost = _lost_rank(processes, is_over, grid)
+        if lost is None and 0 in ended:
+            return _follow(ended[0], processes)
+        for node, error in ended.items():
+            lost = lost or f"Node {node} is lost, as node {grid.node(min(processes))} sees it: {why(error)}"
+        assert lost is not None
+        logger.error("%s", lost)
+        with suppress(OSError):  # node 0 may be lost too
+            home.say(nodes.encode(NodeLost(lost)))
+        return 1
+
+
+def _lost_rank(processes: dict[int, subprocess.Popen[bytes]], is_over: threading.Event, grid: Grid) -> str | None:
+    """Wait until a rank of this node is lost, and say how. None: `is_over` was set before."""
     num_stopped = dict.fromkeys(processes, 0)
     while not is_over.wait(LOOK_SECONDS):
         for rank, process in processes.items():
             num_stopped[rank] = num_stopped[rank] + 1 if is_stopped(process.pid) else 0
             if (process.poll() is not None or num_stopped[rank] > 1) and not is_over.wait(LOOK_SECONDS):
-                why = end_of(process, names[rank])
-                logger.error("%s", why)
-                wire.send(home, nodes.encode(NodeLost(why)))
-                return 1
-    if cause:
-        logger.error("node 0 is lost: the connection to it has failed (%s)", cause)
+                return end_of(process, rank_name(rank, grid))
+    return None
+
+
+def _follow(error: Exception, processes: dict[int, subprocess.Popen[bytes]]) -> int:
+    """End behind node 0. If it has ended its connections, ranks end by themselves. Returns the exit code."""
+    if is_silence(error):
+        logger.error("node 0 is lost: %s", why(error))
+        return 0
+    if isinstance(error, OSError):
+        logger.error("node 0 is lost: the connection to it has failed (%s)", error)
     else:
         logger.info("node 0 has ended")
     end = time.monotonic() + CLOSE_SECONDS

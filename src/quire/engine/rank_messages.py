@@ -198,3 +198,18 @@ FromRank = Report | Answer | Failed
 encode: Callable[[ToRank | FromRank], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_rank: Callable[[bytes], ToRank] = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank: Callable[[bytes], FromRank] = msgspec.msgpack.Decoder(FromRank).decode
+
+
+class StepOrders:
+    """Encodes the order for a step once for all ranks that get the same batch."""
+
+    def __init__(self) -> None:
+        self._last: tuple[ScheduledBatch | None, bytes] = (None, b"")
+
+    def encode(self, batch: ScheduledBatch) -> bytes:
+        """The order. The batch must not change any more. Any thread may call it."""
+        last, order = self._last
+        if last is not batch:
+            order = encode(Execute(batch))
+            self._last = batch, order
+        return order

@@ -11,7 +11,8 @@ import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,7 @@ from quire.distributed import wire
 from quire.distributed.group import STOPPED, Failing
 from quire.distributed.layout import Grid
 from quire.distributed.network import cause_of
+from quire.distributed.pulse import Pulse, is_silence, why
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.nodes import Joined, NodeLost, Starting, decode, let_in
 from quire.engine.rank_messages import (
@@ -33,13 +35,13 @@ from quire.engine.rank_messages import (
     AskFacts,
     Capture,
     DropAdapter,
-    Execute,
     Failed,
     Load,
     LoadAdapter,
     Measure,
     RankLaunch,
     Report,
+    StepOrders,
     ToRank,
     UseIdleTime,
     decode_from_rank,
@@ -63,7 +65,8 @@ from quire.worker.worker import DeviceWorker
 LOOK_SECONDS = 0.25  # seconds between two checks of a process
 CLOSE_SECONDS = 5.0  # the time in which a process may end by itself
 SAY_SECONDS = 1.0  # the time in which a node or a rank can say why it ends
-MOST_BEGUN_BYTES = 16 << 10  # of an order: the system takes as many bytes although the rank hangs
+# Of all orders that a rank has not answered yet: the system takes as many bytes although the rank hangs.
+MOST_BEGUN_BYTES = 64 << 10
 
 logger = get_logger(__name__)
 
@@ -107,7 +110,7 @@ def start_ranks(
         logger.warning(
             "all ranks are on this machine, so Ray has nothing to start; --nnodes spreads them over machines"
         )
-    joined, starting, others = Joined(), None, list[Worker]()
+    joined, starting, others, orders = Joined(), None, list[Worker](), StepOrders()
     with ExitStack() as on_error:
         if grid.num_nodes > 1:
             if starting := _starting(config):
@@ -143,14 +146,19 @@ def start_ranks(
                 launch = RankLaunch(
                     config, model, drafter, rank, -1, memory, None, is_server, own_links, own_cpus, own_gpu
                 )
-                others.append(process := RankProcess(launch, grid, ranks.failing, interpreter))
+                others.append(process := RankProcess(launch, grid, ranks.failing, orders, interpreter))
                 on_error.callback(process.close)
-        homes = {node: Home(home) for node, home in joined.homes.items()}
+        homes = dict[int, Home]()
+        for node, peer in joined.homes.items():
+            there = grid.ranks_of(node)
+            ends = [uses[rank].dup() for uses in (joined.ranks, joined.adapters) for rank in there if rank in uses]
+            homes[node] = Home(peer, there[0], ranks.failing, ends)
+            on_error.callback(homes[node].close)
         for rank, peer in sorted(joined.ranks.items()):
             last, home = starting if rank == grid.size - 1 else None, homes[grid.node(rank)]
             connection = Connection(peer.detach())
             adapters = Connection(joined.adapters[rank].detach()) if joined.adapters else None
-            others.append(RemoteRank(rank, grid, ranks.failing, connection, adapters, home, last))
+            others.append(RemoteRank(rank, grid, ranks.failing, orders, connection, adapters, home, last))
         first = DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks)
         on_error.pop_all()
     return (first, *others)
@@ -176,6 +184,7 @@ class OtherRank(ABC):
 
     Args:
         failing: is told if the rank is lost.
+        orders: all ranks of an engine have the same.
         adapters: a connection over which it reads adapters beside its steps; None: there are no adapters.
 
     Attributes:
@@ -183,9 +192,17 @@ class OtherRank(ABC):
     """
 
     def __init__(
-        self, rank: int, grid: Grid, failing: Failing, connection: Connection, adapters: Connection | None
+        self,
+        rank: int,
+        grid: Grid,
+        failing: Failing,
+        orders: StepOrders,
+        connection: Connection,
+        adapters: Connection | None,
     ) -> None:
         self._rank, self._failing, self._connection, self.adapters = rank, failing, connection, adapters
+        self._orders = orders
+        self._unanswered, self._num_unanswered_bytes = deque[int](), 0  # the bytes of the orders of steps
         self._name, self._report, self._num_loads = rank_name(rank, grid), "", 0
         self._num_told = self._num_heard = 0  # steps that it was told of, and answers to them
         self._heard: dict[int, Answer | Failed] = {}  # the answers that nobody has asked for yet, by their number
@@ -266,13 +283,15 @@ class OtherRank(ABC):
         return self.submit(batch).result()
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        return self._tell(encode(Execute(batch)), batch.step_id)
+        return self._tell(self._orders.encode(batch), batch.step_id)
 
     def _tell(self, order: bytes, step_id: int) -> Pending[StepResult]:
         """Send the order for a step."""
         with self._is_there():
             self._connection.send_bytes(order)
         self._num_told += 1
+        self._unanswered.append(len(order))
+        self._num_unanswered_bytes += len(order)
         return _StepOfOther(self, step_id, self._num_told - 1)
 
     def hear_step(self, step_id: int, number: int) -> StepResult:
@@ -308,6 +327,7 @@ class OtherRank(ABC):
         """Keep the answer to the oldest step that has none yet, for `hear_step`."""
         self._heard[self._num_heard] = answer
         self._num_heard += 1
+        self._num_unanswered_bytes -= self._unanswered.popleft()
 
     def say(self, connection: Connection, message: ToRank) -> None:
         with self._is_there():
@@ -357,10 +377,12 @@ class RankProcess(OtherRank):
         interpreter: the process, which becomes the rank.
     """
 
-    def __init__(self, launch: RankLaunch, grid: Grid, failing: Failing, interpreter: RankInterpreter) -> None:
+    def __init__(
+        self, launch: RankLaunch, grid: Grid, failing: Failing, orders: StepOrders, interpreter: RankInterpreter
+    ) -> None:
         connection, theirs = multiprocessing.Pipe()
         adapters, their_adapters = multiprocessing.Pipe()
-        super().__init__(launch.rank, grid, failing, connection, adapters)
+        super().__init__(launch.rank, grid, failing, orders, connection, adapters)
         ends = {"connection": theirs.fileno(), "adapters": their_adapters.fileno()}
         self._process = interpreter.launch(msgspec.structs.replace(launch, **ends))
         theirs.close()
@@ -371,11 +393,13 @@ class RankProcess(OtherRank):
         self._watching.start()
 
     def begin(self, batch: ScheduledBatch) -> Pending[StepResult] | None:
-        """See Worker. None: the order is long, so sending it may have to wait; or the rank is lost, as `execute` says.
+        """See Worker. None: sending the order may have to wait, because it is long, or orders before it are not
+        answered; or the rank is lost, as `execute` says.
 
         A rank answers an order before it takes the next one, and on one machine an answer is there at once.
         """
-        if len(order := encode(Execute(batch))) <= MOST_BEGUN_BYTES:
+        order = self._orders.encode(batch)
+        if self._num_unanswered_bytes + len(order) <= MOST_BEGUN_BYTES:
             with suppress(EngineDeadError):
                 return self._tell(order, batch.step_id)
         return None
@@ -431,44 +455,59 @@ class _LoadOfRank:
 
 
 class Home:
-    """The connection to another node. Over it, the node says why it ends."""
+    """The connection to another node. Over it, the node says why it ends, and both notice when the network is cut.
 
-    def __init__(self, peer: socket.socket) -> None:
-        self._peer, self.host = peer, peer.getpeername()[0]
+    Args:
+        rank: the first rank of the node.
+        failing: is told if the node is lost.
+        others: the other connections to ranks of the node. They end when the node is lost. `close` closes them.
+    """
+
+    def __init__(self, peer: socket.socket, rank: int, failing: Failing, others: Sequence[socket.socket]) -> None:
+        self.host = peer.getpeername()[0]
+        self._rank, self._failing, self._others = rank, failing, others
         self._why = self._cause = ""
-        self._thread = threading.Thread(target=self._listen, name=f"node at {self.host}", daemon=True)
-        self._thread.start()
+        self._is_lost = threading.Event()
+        self._pulse = Pulse(peer, self._on_end, self._on_message)
 
-    def _listen(self) -> None:
-        try:
-            message = decode(wire.receive(self._peer))
-        except (wire.WireError, OSError, msgspec.MsgspecError) as error:
-            self._cause = str(error)
-            return
-        if isinstance(message, NodeLost):
-            self._why = message.why
+    def _on_message(self, message: bytes) -> None:
+        with suppress(msgspec.MsgspecError):
+            if isinstance(said := decode(message), NodeLost):
+                self._why = said.why
+                self._is_lost.set()
+                return
+        self._cause = "its node has sent something that no node sends"
+        self._pulse.end()
+
+    def _on_end(self, error: Exception) -> None:
+        ended = why(error) if is_silence(error) else f"the connection to its node has ended ({error})"
+        self._cause = self._cause or ended
+        if not self._why:  # otherwise one of its ranks is lost, and the connections of that rank end
+            self._failing.fail_for(self._rank, cause=cause_of(error))
+            for other in self._others:
+                wire.end(other)
+        self._is_lost.set()
 
     def close(self) -> None:
         """Let the node end."""
-        wire.end(self._peer)
-        self._thread.join()
-        self._peer.close()
+        self._pulse.close()
+        for other in self._others:
+            other.close()
 
     def give_up(self) -> None:
         """Stop waiting for the node."""
-        wire.end(self._peer)
+        self._pulse.end()
 
     def is_lost(self) -> bool:
         """Whether the node has ended."""
-        return not self._thread.is_alive()
+        return self._is_lost.is_set()
 
     def end(self, name: str) -> str:
         """The reason why a rank of the node is lost, as text for people."""
-        self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
         lost = f"{name} (on {self.host}) is lost: "
-        if self._thread.is_alive():
+        if not self._is_lost.wait(2 * LOOK_SECONDS + SAY_SECONDS):
             return f"{lost}its connection has ended, and its node has not said why"
-        return self._why or f"{lost}the connection to its node has ended{self._cause and f' ({self._cause})'}"
+        return self._why or f"{lost}{self._cause}"
 
 
 class RemoteRank(OtherRank):
@@ -484,12 +523,13 @@ class RemoteRank(OtherRank):
         rank: int,
         grid: Grid,
         failing: Failing,
+        orders: StepOrders,
         connection: Connection,
         adapters: Connection | None,
         home: Home,
         starting: Starting | None,
     ) -> None:
-        super().__init__(rank, grid, failing, connection, adapters)
+        super().__init__(rank, grid, failing, orders, connection, adapters)
         self._home, self._starting = home, starting
 
     def hear(self, connection: Connection) -> Answer:

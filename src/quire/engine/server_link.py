@@ -13,6 +13,7 @@ from typing import Protocol
 import zmq
 
 from quire.distributed import wire
+from quire.distributed.pulse import Pulse, is_silence, why
 from quire.logs import get_logger
 from quire.messages import ServerAddress, UnixSockets
 
@@ -111,20 +112,32 @@ class UnixLink:
 
 
 class TcpLink:
-    """A connection to a server that knows the cluster key. Raises OSError and WireError.
+    """A connection to a server that knows the cluster key, and one for beats. Raises OSError and WireError.
 
     Args:
-        on_end: called by a thread when the server is gone, or sends an illegal message.
+        on_end: called by a thread when the server or its machine is gone, or the server sends an illegal message.
     """
 
     def __init__(self, server: ServerAddress, on_end: Callable[[], None]) -> None:
-        until = time.monotonic() + CONNECT_SECONDS
-        self._peer = wire.connect(server.address, server.port, wire.cluster_key(), until)
+        until, key = time.monotonic() + CONNECT_SECONDS, wire.cluster_key()
+        self._peer = wire.connect(server.address, server.port, key, until)
+        try:
+            beats = wire.connect(server.address, server.port, key, until)
+        except BaseException:
+            self._peer.close()
+            raise
+        self._pulse = Pulse(beats, self._on_pulse_end)
         self._arrived, self._sending = SimpleQueue[bytes](), threading.Lock()
         self._next: bytes | None = None
         self._on_end, self._is_closed = on_end, False
         self._reader = threading.Thread(target=self._read, name="server", daemon=True)
         self._reader.start()
+
+    def _on_pulse_end(self, error: Exception) -> None:
+        """If only the server has ended, the other connection ends too."""
+        if is_silence(error):
+            logger.error("the server is lost: %s", why(error))
+            wire.end(self._peer)
 
     def _read(self) -> None:
         try:
@@ -177,6 +190,7 @@ class TcpLink:
         with suppress(OSError):
             self._peer.shutdown(socket.SHUT_WR)  # after everything that was sent
         self._reader.join(LINGER_SECONDS)  # until the server has read all, and closes
+        self._pulse.close()
         wire.end(self._peer)
         self._reader.join()
         self._peer.close()

@@ -87,8 +87,10 @@ class ProcessClient:
             self._check_life()
         try:
             message: EngineMessage = self._decoder.decode(await self._link.receive())
-        except LinkEndedError:  # the engine is gone and no earlier message of it is left, or the connection is closed
-            self._death = self._death or "The connection to the engine is closed"
+        except (
+            LinkEndedError
+        ) as error:  # the engine is gone and no earlier message of it is left, or this end is closed
+            self._death = self._death or str(error) or "The connection to the engine is closed"
             raise EngineDeadError(self._death) from None
         except msgspec.MsgspecError as error:
             raise EngineDeadError(f"The engine sent a message that cannot be read: {error}") from error

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from quire.distributed import wire
+from quire.distributed.pulse import Pulse, is_silence, why
 from quire.logs import get_logger
 from quire.messages import UnixSockets
 
@@ -27,7 +28,7 @@ logger = get_logger(__name__)
 
 
 class LinkEndedError(Exception):
-    """No frame follows."""
+    """No frame follows. Its text says why, if that is known and is no end of a process."""
 
 
 class EngineLink(Protocol):
@@ -113,7 +114,7 @@ class UnixLink:
 
 
 class TcpLink:
-    """The connection of one engine that knows the cluster key. Others are dropped, and logged.
+    """The connection of one engine that knows the cluster key, and one for beats. Others are dropped, and logged.
 
     Args:
         listener: the socket that the engine connects to; the link owns it.
@@ -123,7 +124,9 @@ class TcpLink:
         self._listener, self._key = listener, key
         self._has_ended = threading.Event()
         self._is_opening = False
+        self._why = ""
         self._peer: socket.socket | None = None
+        self._pulse: Pulse | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._unsent: list[bytes] = []
 
@@ -145,30 +148,46 @@ class TcpLink:
         except (OSError, asyncio.IncompleteReadError, wire.WireError) as error:
             if isinstance(error, wire.WireError):
                 logger.warning("an engine is dropped: %s", error)
-            raise LinkEndedError from error
+            raise LinkEndedError(self._why) from error
 
     async def _open(self) -> asyncio.StreamReader:
         self._is_opening = True
         # Not asyncio's threads, which are few: an engine may be awaited for a minute.
         accepting = ThreadPoolExecutor(1, thread_name_prefix="engine link")
-        peer = asyncio.get_running_loop().run_in_executor(accepting, self._accept)
+        peers = asyncio.get_running_loop().run_in_executor(accepting, self._accept_both)
         accepting.shutdown(wait=False)
-        self._peer = await peer
+        self._peer, beats = await peers
+        self._address = self._peer.getpeername()[0]
+        self._pulse = Pulse(beats, self._on_pulse_end)
         if self._has_ended.is_set():  # the link may have ended meanwhile
             wire.end(self._peer)
         self._streams = await asyncio.open_connection(sock=self._peer)
         self._flush()
         return self._streams[0]
 
-    def _accept(self) -> socket.socket:
+    def _accept_both(self) -> tuple[socket.socket, socket.socket]:
         with self._listener:
-            while not self._has_ended.is_set():
-                with suppress(TimeoutError):
-                    peer = wire.accept(self._listener, self._key, time.monotonic() + LOOK_SECONDS)
-                    if not self._has_ended.is_set():
-                        return peer
-                    peer.close()
+            peer = self._accept()
+            try:
+                return peer, self._accept()
+            except BaseException:
+                peer.close()
+                raise
+
+    def _accept(self) -> socket.socket:
+        while not self._has_ended.is_set():
+            with suppress(TimeoutError):
+                peer = wire.accept(self._listener, self._key, time.monotonic() + LOOK_SECONDS)
+                if not self._has_ended.is_set():
+                    return peer
+                peer.close()
         raise ConnectionAbortedError("the engine is not awaited any more")
+
+    def _on_pulse_end(self, error: Exception) -> None:
+        """If only the engine has ended, the other connection ends too, behind its last frames."""
+        if is_silence(error):
+            self._why = f"The engine at {self._address} is lost: {why(error)}"
+            self.end()
 
     def end(self) -> None:
         self._has_ended.set()
@@ -180,6 +199,8 @@ class TcpLink:
         self._has_ended.set()
         if not self._is_opening:
             self._listener.close()
+        if self._pulse is not None:
+            self._pulse.close()
         if self._streams is not None:
             transport = self._streams[1].transport
             (transport.abort if has_ended else transport.close)()
