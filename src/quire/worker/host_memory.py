@@ -179,7 +179,7 @@ def _ceilings(model: ModelConfig, memory: MemoryFacts, form: ModelSettings, rank
     if ranks is not None and (group := ranks.everyone or ranks.group) is not None:
         group.gather(torch.zeros((1, 1), dtype=torch.uint8), [1] * group.size)
     num_bytes, weights = min(READ_BYTES, memory.weight_bytes), OF_PROCESS.longest()
-    if weights is None or weights.nbytes < num_bytes // 2:
+    if weights is None or weights.nbytes < max(num_bytes // 2, LEAST_READ_BYTES):
         num_bytes, weights = min(num_bytes, memory.free_bytes // 4), None
     if num_bytes < LEAST_READ_BYTES:
         return None
