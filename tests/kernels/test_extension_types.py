@@ -27,6 +27,8 @@ def of_stub(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, str]]
         elif isinstance(node, ast.AnnAssign):  # a constant of a class, which the extension has as a property
             yield prefix + ast.unparse(node.target), f"(arg: object, /) -> {ast.unparse(node.annotation)[6:-1]}"
         elif isinstance(node, ast.FunctionDef):
+            if any(ast.unparse(each).endswith(".setter") for each in node.decorator_list):
+                continue  # of a property whose getter stands before it
             assert node.returns is not None
             arguments = ast.unparse(node.args).replace("=", " = ")
             yield prefix + node.name, f"({arguments}) -> {ast.unparse(node.returns)}"
