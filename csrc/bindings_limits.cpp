@@ -24,8 +24,8 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 constexpr int64_t kPiece = 1 << 20;
 
-// The best rate of reading some pieces of memory, in bytes per second. The first pass is not timed: it writes lines back
-// that the caches still hold, and the processor learns the addresses.
+// The best rate of reading some pieces of memory, in bytes per second. The first pass is not timed: it writes lines
+// back that the caches still hold, and the processor learns the addresses.
 double rate_of_reading(const char* data, int num_pieces, int repeats) {
   const LimitKernels& kernels = limit_kernels();
   std::atomic<uint32_t> checksum{0};
@@ -80,7 +80,7 @@ void bind_limits(nb::module_& m) {
   m.def("read_bandwidth", read_bandwidth, nb::arg("bytes"), nb::arg("repeats"),
         nb::call_guard<nb::gil_scoped_release>(), "Best bytes per second of reading new memory in huge pages, rounded down to 1 MiB");
   m.def("bandwidth_over", bandwidth_over, nb::arg("x"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>(),
-        "The same of memory that is there");
+        "Best bytes per second of reading this memory, rounded down to 1 MiB");
   m.def(
       "advise_huge_pages", [](TensorView x) { advise_huge_pages(x.data<void>(), x.bytes()); }, nb::arg("x"),
       "Asks the operating system for huge pages; only a hint");

@@ -349,7 +349,7 @@ def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
 
 
 def bandwidth_over(x: Tensor, repeats: int = 3) -> float:
-    """The same of memory that is there: no memory is taken. `x` is contiguous and has at least 1 MiB."""
+    """Measure the rate of reading `x`, like `read_bandwidth`. It is contiguous, has 1 MiB or more, and is not changed."""
     return _C.bandwidth_over(x, repeats)
 
 
