@@ -78,7 +78,8 @@ double peak_int8_ops(int bits, int64_t rounds) {
 
 void bind_limits(nb::module_& m) {
   m.def("read_bandwidth", read_bandwidth, nb::arg("bytes"), nb::arg("repeats"),
-        nb::call_guard<nb::gil_scoped_release>(), "Best bytes per second of reading new memory in huge pages, rounded down to 1 MiB");
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Best bytes per second of reading new memory in huge pages, rounded down to 1 MiB");
   m.def("bandwidth_over", bandwidth_over, nb::arg("x"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>(),
         "Best bytes per second of reading this memory, rounded down to 1 MiB");
   m.def(
