@@ -163,7 +163,7 @@ class TransformersModel:
         Raises:
             ModelConfigError: the modelling code cannot run on paged attention.
         """
-        replace_layers(self._model, self.dtype, self.device, self._ranks)
+        replace_layers(self._model, self.device, self._ranks)
         self._model.to(self.device)
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             tensor.data = copied(tensor.data)  # a tensor that was not packed is still a view of the mapped file

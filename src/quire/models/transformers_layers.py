@@ -142,10 +142,11 @@ def _own(ranks: CodeRanks | None, rows: Sequence[range] | None) -> slice:
     return slice(rows[ranks.rank].start, rows[ranks.rank].stop)
 
 
-def replace_layers(model: Any, dtype: torch.dtype, device: torch.device, ranks: CodeRanks | None = None) -> None:
+def replace_layers(model: Any, device: torch.device, ranks: CodeRanks | None = None) -> None:
     """Put our layers in place of linear layers one by one, so that only one weight at a time is in memory twice.
 
-    Several ranks also share the embeddings of the tokens. Subclasses, and layers of other dtypes, stay as they are.
+    Several ranks also share the embeddings of the tokens. Subclasses stay as they are. Layers that transformers keeps
+    in float32 are replaced too: a rank has read only its rows of them (see `extents`).
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -153,7 +154,7 @@ def replace_layers(model: Any, dtype: torch.dtype, device: torch.device, ranks: 
             rows = None if ranks is None else _rows_of_embeddings(model, layer, ranks)
             if ranks is not None and rows is not None:
                 setattr(parent, name, CutEmbedding(layer.weight, device, ranks, rows))
-            elif (weight_NK := _weight(layer)) is not None and weight_NK.dtype == dtype:
+            elif (weight_NK := _weight(layer)) is not None:
                 setattr(parent, name, KernelLinear(weight_NK, layer.bias, device, ranks))
 
 
