@@ -12,7 +12,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.formats.kv_format import kv_format
 from quire.model_config import ModelConfig, load_model_config
-from quire.planning.cut_model import ByCode, ExpertCut, ModelCut, check_degree, legal_degrees
+from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, legal_degrees, legal_divisions
 from tests.real_models import write_config
 
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}}
@@ -135,7 +135,15 @@ def test_what_transformers_runs_is_cut_by_heads(tmp_path: Path) -> None:
 
 def test_modelling_code_has_all_experts_on_each_rank(tmp_path: Path) -> None:
     model = model_of(tmp_path, "Qwen3-4B", **EXPERTS)
-    part = ModelCut(model, 2, ByCode()).part()
+    part = ModelCut(model, 2, is_native=False).part()
     assert part.experts() == model.experts()
     assert part.kv_bytes_per_token(BF16) == model.kv_bytes_per_token(BF16) // 2
     assert part.layers[0].attention != model.layers[0].attention
+
+
+def test_modelling_code_computes_norms_over_all_heads_on_each_rank(tmp_path: Path) -> None:
+    """Our own code has a part of such a norm on each rank, and so a head of k."""
+    model = model_of(tmp_path, "Qwen3-4B", architectures=["Olmo2ForCausalLM"], model_type="olmo2")
+    assert legal_degrees(model, 16) == list(range(1, 9))
+    assert legal_degrees(model, 16, is_native=False) == list(range(1, 17))
+    assert legal_divisions(model, 16, is_native=False) == [1, 2]

@@ -15,8 +15,8 @@ from quire.distributed.layout import Grid
 from quire.errors import ConfigError, ModelConfigError
 from quire.formats.weight_format import packs_floats
 from quire.model_config import ModelConfig, WeightBytes
-from quire.planning.cut_model import ModelCut, check_degree
-from quire.planning.cut_stages import expert_cut
+from quire.planning.cut_model import check_degree
+from quire.planning.cut_stages import cut_of, expert_cut
 from quire.planning.estimate import Estimate
 from quire.planning.fits import Fit, Form, fit_of, possible_forms, weight_bytes
 from quire.planning.hardware import Hardware, listed, next_larger
@@ -368,7 +368,9 @@ class Candidates:
         forms, refused = possible_forms(self._engine, self._model, hardware.facts)
         self.refused |= refused
         if self._degree is not None:
-            check_degree(self._model, self._degree, hardware.count, expert_cut(self._model, self._engine))
+            experts = expert_cut(self._model, self._engine)
+            is_native = self._model.runs_natively(self._engine.model_impl)
+            check_degree(self._model, self._degree, hardware.count, experts, is_native=is_native)
         for form in forms:
             for degree in self._degrees(hardware.count):
                 if (row := self._candidate(hardware, form, degree, self.demand)) is not None:
@@ -413,7 +415,8 @@ class Candidates:
         if degree not in self._cuts:
             self._cuts[degree] = None
             with suppress(ModelConfigError):
-                self._cuts[degree] = ModelCut(self._model, degree, expert_cut(self._model, self._engine)).part()
+                engine = replace(self._engine, tensor_parallel_size=degree)
+                self._cuts[degree] = cut_of(self._model, engine).part()
         return self._cuts[degree]
 
     def _pages_of(self, form: Form, part: ModelConfig, degree: int) -> KvPages:

@@ -38,11 +38,6 @@ class ExpertCut:
     num_lanes: int = 1
 
 
-@dataclass(frozen=True)
-class ByCode:
-    """A cut of a model that transformers' modelling code runs: each rank has all experts, and computes whole norms."""
-
-
 class ModelCut:
     """Cuts a model into `num_parts` parts that differ as little as heads and panels allow.
 
@@ -51,11 +46,15 @@ class ModelCut:
 
     Args:
         experts: None: experts are cut like dense layers.
+        is_native: whether our own code runs the model. Transformers' modelling code has all experts on each rank, and
+            computes norms over all heads there.
     """
 
-    def __init__(self, model: ModelConfig, num_parts: int, experts: ExpertCut | ByCode | None = None) -> None:
-        self._model, self._num_parts, self._experts = model, num_parts, experts
-        self._num_lanes = experts.num_lanes if isinstance(experts, ExpertCut) else 1
+    def __init__(
+        self, model: ModelConfig, num_parts: int, experts: ExpertCut | None = None, *, is_native: bool = True
+    ) -> None:
+        self._model, self._num_parts, self._experts, self._is_native = model, num_parts, experts, is_native
+        self._num_lanes = 1 if experts is None else experts.num_lanes
 
     def part(self, rank: int = 0, lane: int = 0) -> ModelConfig:
         """The part of one rank; the first one holds the most. Raises ModelConfigError if the model cannot be cut so.
@@ -115,8 +114,7 @@ class ModelCut:
         queries, keys = (_times(own, size) for own in zip(*heads, strict=True))
         if any(each.start % unit for each in (*queries, *keys)):
             raise self._impossible(f"{part.qkv.names[0]} keeps {unit} out-features together")
-        is_norm_cut = part.qk_norm == "full" and not isinstance(self._experts, ByCode)
-        if is_norm_cut and self._num_parts > part.num_kv_heads:
+        if part.qk_norm == "full" and self._is_native and self._num_parts > part.num_kv_heads:
             raise self._impossible(f"a norm over all heads needs a head of k per rank, and it has {part.num_kv_heads}")
         return replace(
             part,
@@ -154,7 +152,7 @@ class ModelCut:
     def _feed_forward(self, part: FeedForward, rank: int) -> FeedForward:
         if isinstance(part, Dense):
             return self._mlp(part, rank, self._outputs(part.down))
-        if isinstance(self._experts, ByCode):
+        if not self._is_native:
             return part
         # Each rank adds up its outputs of all experts before they are joined, so all have the same ones.
         if self._experts is not None:
@@ -239,23 +237,28 @@ def _times(ranges: Sequence[range], size: int) -> list[range]:
     return [range(each.start * size, each.stop * size) for each in ranges]
 
 
-def legal_degrees(model: ModelConfig, most: int, experts: ExpertCut | ByCode | None = None) -> list[int]:
-    """The numbers of parts into which the model can be cut, at most `most`."""
-    return [degree for degree in range(1, most + 1) if why_not_cut(model, degree, experts) is None]
+def legal_degrees(
+    model: ModelConfig, most: int, experts: ExpertCut | None = None, *, is_native: bool = True
+) -> list[int]:
+    """The numbers of parts into which the model can be cut, at most `most`. See ModelCut."""
+    degrees = range(1, most + 1)
+    return [degree for degree in degrees if why_not_cut(model, degree, experts, is_native=is_native) is None]
 
 
-def why_not_cut(model: ModelConfig, degree: int, experts: ExpertCut | ByCode | None = None) -> str | None:
+def why_not_cut(
+    model: ModelConfig, degree: int, experts: ExpertCut | None = None, *, is_native: bool = True
+) -> str | None:
     """Why the model cannot be cut into this number of parts; None: it can. A layer of each kind is asked."""
     kinds = replace(model, layers=tuple(layer for layer, _ in model.layer_kinds))
     try:
-        ModelCut(kinds, degree, experts).part()
+        ModelCut(kinds, degree, experts, is_native=is_native).part()
     except ModelConfigError as error:
         return error.what
     return None
 
 
-def why_not_divided(model: ModelConfig, num_parts: int, num_owners: int) -> str | None:
-    """Why neighbours of this number cannot divide the KV cache of `num_parts` ranks; None: they can.
+def why_not_divided(model: ModelConfig, num_parts: int, num_owners: int, *, is_native: bool = True) -> str | None:
+    """Why neighbours of this number cannot divide the KV cache of `num_parts` ranks; None: they can. See ModelCut.
 
     All neighbours must hold the same keys and values, and all groups of neighbours as many heads of q.
     """
@@ -264,7 +267,9 @@ def why_not_divided(model: ModelConfig, num_parts: int, num_owners: int) -> str 
     if num_parts % num_owners:
         return f"{num_owners} does not divide the number of ranks, {num_parts}"
     groups = [range(first, first + num_owners) for first in range(0, num_parts, num_owners)]
-    for layer in ModelCut(model, num_parts, ByCode()).part().layers:  # only their attention is looked at
+    # Whatever ranks have of the experts, the degree is legal.
+    attention = replace(model, layers=tuple(replace(layer, feed_forward=None) for layer in model.layers))
+    for layer in ModelCut(attention, num_parts, is_native=is_native).part().layers:
         part = layer.attention
         if isinstance(part, Full):
             share, key_dim, value_dim = part.qkv.share, part.head_dim, part.head_dim
@@ -287,16 +292,17 @@ def _num_heads(share: Share, head_dim: int) -> int:
     return len({row for rows in share.rows[1] for row in rows}) // head_dim
 
 
-def legal_divisions(model: ModelConfig, num_parts: int) -> list[int]:
-    """The numbers of ranks that can divide the KV cache of `num_parts` ranks."""
-    return [count for count in range(1, num_parts + 1) if why_not_divided(model, num_parts, count) is None]
+def legal_divisions(model: ModelConfig, num_parts: int, *, is_native: bool = True) -> list[int]:
+    """The numbers of ranks that can divide the KV cache of `num_parts` ranks. See ModelCut."""
+    counts = range(1, num_parts + 1)
+    return [count for count in counts if why_not_divided(model, num_parts, count, is_native=is_native) is None]
 
 
-def check_division(model: ModelConfig, num_parts: int, num_owners: int) -> None:
+def check_division(model: ModelConfig, num_parts: int, num_owners: int, *, is_native: bool = True) -> None:
     """Raise ConfigError if ranks cannot divide the KV cache so; it names legal numbers. The degree must be legal."""
-    reason = why_not_divided(model, num_parts, num_owners)
+    reason = why_not_divided(model, num_parts, num_owners, is_native=is_native)
     if reason is not None:
-        legal = legal_divisions(model, num_parts)
+        legal = legal_divisions(model, num_parts, is_native=is_native)
         expected = f"{'one of ' if len(legal) > 1 else ''}{', '.join(map(str, legal))}"
         raise ConfigError(
             f"{num_owners} ranks each cannot divide the KV cache: {reason}",
@@ -308,9 +314,14 @@ def check_division(model: ModelConfig, num_parts: int, num_owners: int) -> None:
 
 
 def check_degree(
-    model: ModelConfig, degree: int, num_devices: int | None = None, experts: ExpertCut | ByCode | None = None
+    model: ModelConfig,
+    degree: int,
+    num_devices: int | None = None,
+    experts: ExpertCut | None = None,
+    *,
+    is_native: bool = True,
 ) -> None:
-    """Raise ConfigError for a number of parts that the model cannot have. It names the possible numbers.
+    """Raise ConfigError for a number of parts that the model cannot have. It names the possible numbers. See ModelCut.
 
     Args:
         num_devices: the number of devices that copies of the model share; None: as many as a copy takes.
@@ -320,9 +331,9 @@ def check_degree(
         reason = f"{num_devices} devices do not make whole copies"
     if degree < 1:
         reason = "a copy takes at least one device"
-    reason = reason or why_not_cut(model, degree, experts)
+    reason = reason or why_not_cut(model, degree, experts, is_native=is_native)
     if reason is not None:
-        legal = legal_degrees(model, MOST_DEGREES, experts)
+        legal = legal_degrees(model, MOST_DEGREES, experts, is_native=is_native)
         expected = f"one of {', '.join(map(str, legal))}"
         if num_devices is not None:
             here = [each for each in legal if num_devices % each == 0]

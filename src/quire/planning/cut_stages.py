@@ -22,7 +22,7 @@ from quire.layer_spec.cuts import Stage
 from quire.layer_spec.draft_head import DraftHead
 from quire.layer_spec.shapes import LinearShape
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ByCode, ExpertCut, ModelCut, check_degree, check_division, why_not_cut
+from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_division, why_not_cut
 
 
 def grid_of(config: EngineConfig) -> Grid:
@@ -47,16 +47,15 @@ def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
             fix="Leave --enable-expert-parallel out",
             param="enable_expert_parallel",
         )
-    check_degree(model, config.tensor_parallel_size, experts=expert_cut(model, config))
-    check_division(model, config.tensor_parallel_size, config.decode_context_parallel_size)
+    num_parts, is_native = config.tensor_parallel_size, model.runs_natively(config.model_impl)
+    check_degree(model, num_parts, experts=expert_cut(model, config), is_native=is_native)
+    check_division(model, num_parts, config.decode_context_parallel_size, is_native=is_native)
     stage_layers(model, config)
 
 
-def expert_cut(model: ModelConfig, config: EngineConfig) -> ExpertCut | ByCode | None:
-    """How ranks share experts; None: each rank has rows of all experts."""
-    if not model.runs_natively(config.model_impl):
-        return ByCode()
-    if not config.enable_expert_parallel:
+def expert_cut(model: ModelConfig, config: EngineConfig) -> ExpertCut | None:
+    """How ranks share whole experts; None: each rank has rows of all experts, or all of them in modelling code."""
+    if not config.enable_expert_parallel or not model.runs_natively(config.model_impl):
         return None
     num_redundant = config.balancing.num_redundant_experts if config.balancing else 0
     return ExpertCut(config.expert_placement_strategy, num_redundant, config.num_lanes)
@@ -64,7 +63,8 @@ def expert_cut(model: ModelConfig, config: EngineConfig) -> ExpertCut | ByCode |
 
 def cut_of(model: ModelConfig, config: EngineConfig) -> ModelCut:
     """The parts that the ranks of a stage, or of a lane, have of a model."""
-    return ModelCut(model, config.tensor_parallel_size, expert_cut(model, config))
+    is_native = model.runs_natively(config.model_impl)
+    return ModelCut(model, config.tensor_parallel_size, expert_cut(model, config), is_native=is_native)
 
 
 def exchanges_of(model: ModelConfig, config: EngineConfig, dtype: str) -> Exchanges:

@@ -242,7 +242,9 @@ def _machines(tensor: int, pipeline: int, copies: int, count: int, num_nodes: in
 
 def _legal_divisions(model: ModelConfig, engine: EngineConfig) -> list[int]:
     """The numbers of parts into which ranks can divide a KV cache."""
-    return legal_divisions(model, engine.tensor_parallel_size) if engine.num_lanes == 1 else [1]
+    if engine.num_lanes > 1:
+        return [1]
+    return legal_divisions(model, engine.tensor_parallel_size, is_native=model.runs_natively(engine.model_impl))
 
 
 def _divided(resolved: Resolved, num_owners: int) -> Resolved:
@@ -306,7 +308,8 @@ class LayoutPlan:
         return "\n".join(self._lines())
 
     def _degrees(self) -> list[int]:
-        return legal_degrees(self.model, MOST_DEGREES, expert_cut(self.model, self.engine))
+        experts, is_native = expert_cut(self.model, self.engine), self.model.runs_natively(self.engine.model_impl)
+        return legal_degrees(self.model, MOST_DEGREES, experts, is_native=is_native)
 
     def _divisions(self) -> list[int]:
         return _legal_divisions(self.model, self.engine)
