@@ -9,7 +9,7 @@ Dimensions: T tokens, K in-features, N out-features, D hidden, V vocabulary, H q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,10 @@ from quire.formats.weight_format import PANEL_WIDTH
 from quire.kernels.dense import linear, pack_linear
 from quire.layer_spec.cuts import Share
 from quire.layers.joined import JoinedLookup
-from quire.layers.weight_slot import Extent
+from quire.layers.weight_slot import Extent, ExtentOf
+from quire.logs import get_logger
+
+logger = get_logger(__name__)
 
 
 class CodeRanks:
@@ -174,15 +177,14 @@ def _rows_of_embeddings(model: Any, layer: nn.Module, ranks: CodeRanks) -> list[
     return ranks.rows(layer.num_embeddings)
 
 
-def extents(model: Any, ranks: CodeRanks) -> Callable[[str], Extent | None]:
+def extents(model: Any, ranks: CodeRanks) -> ExtentOf:
     """For the name of a tensor of a checkpoint, the part that `replace_layers` reads on this rank; None: all of it.
+
+    All tensors are read whole if this version of transformers does not say which parameter each becomes.
 
     Args:
         model: a model of transformers on torch's device `meta`, with tied weights.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
     parts: dict[int, list[Extent | None]] = {}
     for module in model.modules():
         for name, tensor in module.named_parameters(recurse=False):
@@ -190,16 +192,36 @@ def extents(model: Any, ranks: CodeRanks) -> Callable[[str], Extent | None]:
     tensors = model.state_dict(keep_vars=True)
     # Two layers may have one tensor. A part of it is enough if it is the part of both.
     found = {name: part for name, tensor in tensors.items() for part in _alike(parts.get(id(tensor), []))}
-    changes = get_model_conversion_mapping(model)
-    renamings, converters = (
-        [change for change in changes if isinstance(change, kind)] for kind in (WeightRenaming, WeightConverter)
-    )
+    parameter_of = _parameter_names(model, tensors)
+    if parameter_of is None:
+        logger.warning("each rank reads all of the checkpoint: transformers' names of tensors are not known here")
+        return lambda checkpoint_name: None
+    return lambda checkpoint_name: found.get(parameter_of(checkpoint_name))
 
-    def extent(checkpoint_name: str) -> Extent | None:
-        name, converter = rename_source_key(checkpoint_name, renamings, converters, model.base_model_prefix, tensors)
-        return None if converter is not None else found.get(name)  # a converted tensor may have other rows
 
-    return extent
+def _parameter_names(model: Any, tensors: Mapping[str, Tensor]) -> Callable[[str], str] | None:
+    """A function from a name in a checkpoint to the parameter that has the tensor's rows; "": none has just these.
+
+    None: the names are not known. Functions of transformers that give them are private and exist since version 5, and
+    some renamings depend on the names that were asked before.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
+
+        changes = get_model_conversion_mapping(model)
+        renamings = [change for change in changes if type(change) in (WeightRenaming, PrefixChange)]
+        converters = [change for change in changes if type(change) is WeightConverter]
+
+        def parameter_of(checkpoint_name: str) -> str:
+            prefix = model.base_model_prefix
+            name, converter = rename_source_key(checkpoint_name, renamings, converters, prefix, tensors)
+            return name if converter is None else ""
+
+        parameter_of("")  # fails here if it takes other arguments
+    except (ImportError, TypeError, ValueError):
+        return None
+    return parameter_of if len(renamings) + len(converters) == len(changes) else None
 
 
 def _alike(parts: Sequence[Extent | None]) -> list[Extent]:
