@@ -25,7 +25,7 @@ from quire.execution_choices import (
 from quire.formats.answer_formats import AnswerFormats
 from quire.formats.kv_format import KV_CACHE_DTYPES, RANGE_POSITIONS, kv_format
 from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
-from quire.formats.weight_format import ON_LOAD, PANEL_WIDTH, packs_floats
+from quire.formats.weight_format import ON_LOAD, packs_floats
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.lora.from_config import lora_settings
 from quire.model_config import DTYPE_BYTES, ModelConfig
@@ -151,17 +151,20 @@ class _Settling:
         if config.num_ranks > 1:
             gpu = self._device.gpu if device == "cuda" else None
             _check_ranks(config, gpu)
+            is_native = model.runs_natively(config.model_impl)
             why = "processes of this machine, each with a GPU; rows and columns are exchanged, and nothing is added up"
             if gpu is None:
-                why = "processes of this machine, with its cores divided; "
-                why += "tokens and logprobs are as with one rank, to the bit"
-            if not model.runs_natively(config.model_impl):
+                why = "processes of this machine, with its cores divided"
+                why += "; tokens and logprobs are as with one rank, to the bit" if is_native else ""
+            name = "pipeline_parallel_size"
+            put(name, config.pipeline_parallel_size, config.sources[name], why)
+            if not is_native:
                 why += (
-                    "; in transformers' modelling code, a rank has its heads' KV cache, its tokens of embeddings and "
+                    "; each rank has some heads with their KV cache, some rows of the embeddings and of large linear "
                 )
-                why += f"its outputs of linear layers that have {PANEL_WIDTH} for each rank, and all of everything else"
-            for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-                put(name, getattr(config, name), config.sources[name], why)
+                why += "layers; it has everything else whole, and transformers' modelling code runs it"
+            name = "tensor_parallel_size"
+            put(name, config.tensor_parallel_size, config.sources[name], why)
         if config.enable_expert_parallel:
             put("enable_expert_parallel", True, config.sources["enable_expert_parallel"], _experts_of_ranks(model))
         gpu = self._device.gpu if device == "cuda" else None

@@ -181,7 +181,10 @@ def test_what_each_rank_of_modelling_code_holds(tmp_path: Path) -> None:
         explain("m", EngineConfig(tensor_parallel_size=degree), ServerConfig(), model, DEVICE) for degree in (1, 2)
     )
     assert "modelling code" not in whole.text()
-    assert "in transformers' modelling code, a rank has its heads' KV cache, its tokens of embed" in shared.text()
+    details = [shared.settings[f"{name}_parallel_size"].detail for name in ("tensor", "pipeline")]
+    assert "; each rank has some heads with their KV cache, some rows of the embeddings and of large" in details[0]
+    assert details[1] == "processes of this machine, with its cores divided"
+    assert "to the bit" not in shared.text()
     ranks, num_bytes = shared.as_dict()["ranks"], whole.settings["weight_bytes"].value
     assert sum(rank["weight_bytes"] for rank in ranks) == pytest.approx(num_bytes, rel=0.01)
     assert sum(rank["kv_bytes_per_token"] for rank in ranks) == model.kv_bytes_per_token(kv_format("auto", "bfloat16"))

@@ -17,12 +17,14 @@ from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine
 from quire.errors import ConfigError
 from quire.kernels import cpu
+from quire.messages import AddRequest, RequestDelta
 from quire.models.transformers_backend import TransformersModel
 from quire.sampling import following
+from quire.sampling.following import SharedSampler
 from quire.sampling_params import SamplingParams
 from quire.speculative_config import SpeculativeConfig
-from tests.engine.harness import Prompt, run
-from tests.engine.ranks import started
+from tests.engine.harness import EOS, Prompt, run, tokens_and_logprobs
+from tests.engine.ranks import fail_at, started
 from tests.engine.test_rank_processes import in_processes
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_ranks import Answer, answers, of_ranks
@@ -128,8 +130,8 @@ def test_experts_in_the_same_steps(folder_of: Callable[[str], Path], caplog: pyt
     one, two = (of_ranks(num_ranks, folder_of("qwen3_moe"), **settings_of("qwen3_moe")) for num_ranks in (1, 2))
     assert len({tuple(tokens) for tokens, _ in one}) > 2
     assert one == two
-    assert "ranks share 10 layers of the modelling code; each holds all of " in caplog.text
-    assert " MiB (Qwen3MoeExperts " in caplog.text
+    assert "ranks share 10 layers; each rank holds " in caplog.text
+    assert " MiB that is not shared: Qwen3MoeExperts " in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llama-relu2", "gpt_neox"])
@@ -159,8 +161,12 @@ def test_ranks_divide_the_kv_cache(folder_of: Callable[[str], Path], expected: C
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_sampling(is_sharded: bool, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank samples some rows, or finds the highest logit of its own tokens; with drafts."""
+    """Each rank samples some rows, or the first one all; with drafts. All ranks get all logits in any case.
+
+    So ranks do not also exchange the highest logits of greedy rows.
+    """
     monkeypatch.setattr(following, "FEWEST_OF_PARTS", 1)
+    calls = fail_at(monkeypatch, SharedSampler, "_launch_greedy", 0, AssertionError("logits are joined already"))
     params = SamplingParams(temperature=0.0, max_tokens=12)
     prompts = [Prompt(prompt.token_ids[:20] * 2, params) for prompt in brief()[:4]]
     asked = LIMITS | {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3, adaptive=False)}
@@ -168,7 +174,35 @@ def test_sampling(is_sharded: bool, folder_of: Callable[[str], Path], monkeypatc
     engine = started(3, folder_of("gpt2"), enable_batch_sharded_sampling=is_sharded, **asked)
     for each in (prompts, list(brief())):
         assert run(engine.core, each) == run(one.core, each)
+    assert calls == []
     engine.core.shutdown()
+
+
+def test_torch_shares_large_steps_among_threads(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32,768 elements and more. With as many threads of each rank, the same elements are computed together."""
+    asked = LIMITS | {"max_num_batched_tokens": 512, "dtype": "float32"}
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
+    prompts = [[(7 * index + 13 * at) % 5000 for at in range(100)] for index in range(4)]
+    found, sizes = [], []
+    for num_ranks, num_threads in ((1, 3), (2, 3), (2, 1)):
+        engine = started(num_ranks, folder_of("stablelm"), num_threads=num_threads, **asked)
+        for index, token_ids in enumerate(prompts):
+            engine.core.add(AddRequest(f"r{index}", token_ids, params, 8, stop_token_ids=[EOS]))
+        step = engine.core.step
+
+        def noted(core: EngineCore = engine.core, step: Callable[[], list[RequestDelta]] = step) -> list[RequestDelta]:
+            deltas = step()
+            sizes.append(0 if core.last_record is None else core.last_record.num_prefill_tokens)
+            return deltas
+
+        monkeypatch.setattr(engine.core, "step", noted)
+        found.append(list(tokens_and_logprobs(engine.core).values()))
+        engine.core.shutdown()
+    assert sizes.count(400) == 3, "all prompts are in one step: 204,800 elements"
+    assert found[0] == found[1]
+    assert [tokens for tokens, _ in found[2]] == [tokens for tokens, _ in found[0]], "other threads round alike"
 
 
 def test_processes(folder_of: Callable[[str], Path]) -> None:

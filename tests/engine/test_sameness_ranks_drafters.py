@@ -14,14 +14,16 @@ import pytest
 from quire import demo
 from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelConfigError
 from quire.kernels import cpu
+from quire.models.decoder import Decoder
 from quire.speculative_config import SpeculativeConfig
 from tests.engine import heads
 from tests.engine.harness import run
 from tests.engine.heads import EAGLE3, eagle3_tensors
 from tests.engine.ranks import fail_at, started
 from tests.engine.test_sameness import brief
+from tests.models.test_transformers_backend import ARCHITECTURES, checkpoint
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -70,6 +72,25 @@ def test_a_draft_model(num_ranks: int, more: dict[str, Any]) -> None:
     assert wanted[2] > 5
     assert found[2] > 5, "the drafts hold as with one rank"
     several.core.shutdown()
+
+
+def test_a_draft_model_for_modelling_code() -> None:
+    """Our own code runs the draft model, and ranks share it."""
+    folder, code = demo.path("draft"), {"model_impl": "transformers"}
+    arguments = code | speculation("draft_model", folder)
+    engine = started(2, drafter_folder=folder, **arguments)
+    assert all(isinstance(worker.drafter, Decoder) for worker in engine.executor.workers)  # type: ignore[attr-defined]
+    found = drafted(engine)
+    assert found == drafted(started(1, drafter_folder=folder, **arguments))
+    assert found[0] == run(started(1, **code).core, brief())
+    assert found[2] > 5
+    engine.core.shutdown()
+
+
+def test_a_draft_model_that_only_modelling_code_runs_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, *ARCHITECTURES["gpt_neox"])
+    with pytest.raises(ModelConfigError, match="GPTNeoXForCausalLM"):
+        started(2, drafter_folder=tmp_path, **speculation("draft_model", tmp_path))
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])

@@ -71,10 +71,6 @@ class CausalLM(Protocol):
         """
         ...
 
-    def own_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """Like `compute_logits`, but only for the part of the vocabulary that this rank has."""
-        ...
-
 
 def build_model(
     config: ModelConfig, form: ModelForm, *, target: Decoder | None = None, sharing: Sharing = ALONE

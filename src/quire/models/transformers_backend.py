@@ -114,7 +114,7 @@ class TransformersModel:
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all parameters and saved buffers by name; tied tensors appear once."""
-        tensors = self._without_values.state_dict(keep_vars=True)
+        tensors = self._without_values().state_dict(keep_vars=True)
         by_tensor = {id(tensor): (name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         return dict(by_tensor.values())
 
@@ -124,11 +124,10 @@ class TransformersModel:
 
     @cached_property
     def _extents(self) -> ExtentOf | None:
-        return None if self._ranks is None else extents(self._without_values, self._ranks)
+        return None if self._ranks is None else extents(self._without_values(), self._ranks)
 
-    @property
     def _without_values(self) -> Any:
-        """The model with tied weights, on torch's device `meta`."""
+        """A new model with tied weights, on torch's device `meta`."""
         with _loading, torch.device("meta"):
             model = self._model_class(self._hf_config)
             model.tie_weights()
@@ -197,7 +196,7 @@ class TransformersModel:
             whole[type(module).__name__] += module.packed.nbytes if isinstance(module, KernelLinear) else 0
         named = ", ".join(f"{name} {shown_bytes(count)}" for name, count in whole.most_common(_MOST_NAMES) if count)
         total = shown_bytes(whole.total())
-        logger.info("ranks share %d layers of the modelling code; each holds all of %s (%s)", num_cut, total, named)
+        logger.info("ranks share %d layers; each rank holds %s that is not shared: %s", num_cut, total, named)
 
     def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
         """Do the host's work for a step."""
@@ -221,23 +220,13 @@ class TransformersModel:
         A head may compute with all logits of a row. So all ranks get them, and each keeps its rows.
         """
         assert adapter_slots_R is None, "adapters are for native models"
-        logits_RV = self._logits(hidden_RD)
+        logits_1RV: Tensor = self._model(inputs_embeds=hidden_RD[None], use_cache=False).logits
+        logits_RV = logits_1RV[0]
         if self._ranks is None:
             return logits_RV.float()
         if owners_R is not None:
             return logits_RV[owners_R == self._ranks.rank].float()
         return (logits_RV if self._ranks.rank == 0 else logits_RV[:, :0]).float()
-
-    def own_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """Like `compute_logits`, but only for the part of the vocabulary that this rank has."""
-        assert adapter_slots_R is None, "adapters are for native models"
-        share, logits_RV = self.config.vocab_share, self._logits(hidden_RD)
-        own = range(logits_RV.shape[1]) if share is None else share.own_rows(0)
-        return logits_RV[:, own.start : own.stop].float()
-
-    def _logits(self, hidden_RD: Tensor) -> Tensor:
-        logits_1RV: Tensor = self._model(inputs_embeds=hidden_RD[None], use_cache=False).logits
-        return logits_1RV[0]
 
     def _run_body(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         output = self._body(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False)

@@ -2,7 +2,8 @@
 
 The modelling code knows no ranks. A rank has some outputs of a linear layer, some tokens of the embeddings and some
 heads of attention, and ranks join the results of each of these layers. Everything between them is computed by all
-ranks, from equal values. So a token has the same bits at every number of ranks, whatever the architecture.
+ranks, from equal values. So a token has the same bits at every number of ranks, whatever the architecture, if torch has
+as many threads.
 
 Dimensions: T tokens, K in-features, N out-features, D hidden, V vocabulary, H query heads, G kv heads, E head dim.
 """

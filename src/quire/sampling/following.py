@@ -33,7 +33,7 @@ class SharedSampler(Sampler):
 
     Args:
         group: the ranks of the last stage; None: the last stage has one rank, and other stages learn the tokens later.
-        vocab_share: the tokens of each rank of the group.
+        vocab_share: the tokens of each rank of the group; None: every rank computes the logits of all tokens.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.distributed.group import Link
 from quire.forward_batch import LayerCache
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.input_batch import InputBatch, StagedStep, StepRows
@@ -79,7 +80,7 @@ class ForwardPass:
         """Compute logits_RV, float32, of the tokens that need logits.
 
         Args:
-            owners_R: see Decoder.compute_logits.
+            owners_R: see CausalLM.compute_logits.
             is_joined: whether the logits of all ranks are joined; False: each rank has its part of the vocabulary.
         """
         indices_R = staged.logits_indices_R
@@ -88,5 +89,6 @@ class ForwardPass:
         if owners_R is None and is_joined:
             return self.model.compute_logits(hidden_RD, staged.adapter_slots_R)
         if not is_joined:
+            assert isinstance(self.model, Decoder), "modelling code computes all logits"
             return self.model.own_logits(hidden_RD, staged.adapter_slots_R)
         return self.model.compute_logits(hidden_RD, staged.adapter_slots_R, owners_R)

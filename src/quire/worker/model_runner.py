@@ -154,7 +154,8 @@ class ModelRunner:
         elif shards_sampling and self._group is not None:
             self.sampler = ShardedSampler(state, logprobs_mode, self._group)
         else:
-            self.sampler = SharedSampler(state, logprobs_mode, self._group, model.config.vocab_share)
+            share = model.config.vocab_share if isinstance(model, Decoder) else None  # modelling code joins all logits
+            self.sampler = SharedSampler(state, logprobs_mode, self._group, share)
         self._has_logits = ranks is None or ranks.samples
         self._is_last_stage = ranks is None or ranks.behind is None
         # Steps whose tokens another stage samples, oldest first: the step's number, and the places of its tokens.
