@@ -349,7 +349,7 @@ def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
 
 
 def bandwidth_over(x: Tensor, repeats: int = 3) -> float:
-    """Measure the rate of reading `x`, like `read_bandwidth`. It is contiguous, has 1 MiB or more, and is not changed."""
+    """Measure the rate of reading `x`, as read_bandwidth does. It is contiguous, and has 1 MiB or more."""
     return _C.bandwidth_over(x, repeats)
 
 

@@ -94,7 +94,7 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec, device: str) -> int:
     for part, norms in layer.parts:
         if isinstance(part, Full):  # the heads' results, beside q, k and v, and then beside the output
             inner = part.output.in_features + max(part.qkv.out_features, model.hidden_size)
-        elif isinstance(part, Latent):  # queries and rows beside queries for latents, which meet the heads' latents next
+        elif isinstance(part, Latent):  # queries and rows beside queries of latents; then these beside heads' latents
             queries, latents = part.num_heads * (part.rank + part.rope_dim), part.num_heads * part.rank
             own = part.input.out_features + (0 if part.query is None else part.query.out_features)
             inner = max(own + queries, queries + latents, part.output.in_features + max(latents, model.hidden_size))
