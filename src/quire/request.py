@@ -46,6 +46,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)  # not empty at the start: another engine gave them
     num_computed_tokens: int = 0  # submitted batches included
+    num_reused_tokens: int = 0  # of these, those that were computed before it began to run: a cached prefix
     num_settled_tokens: int = 0  # without submitted batches that have no result yet
     num_in_flight_tokens: int = 0
     num_in_flight_steps: int = 0  # submitted batches with this request that have no result yet
@@ -54,9 +55,10 @@ class Request:
     num_preemptions: int = 0
     sequence: int = 0  # order of arrival at the scheduler
     received_time: float = 0.0  # when the scheduler received it, on the scheduler's clock
+    queued_time: float = 0.0  # when its newest stay in the queue began, on the scheduler's clock
     block_hashes: list[bytes] = field(default_factory=list)  # for each full block; computed when needed
     first_scheduled_time: float | None = None
-    first_token_time: float | None = None  # on the scheduler's clock, of the first token that this engine has made
+    first_token_time: float | None = None  # on the scheduler's clock, of the first token since it began to run
     num_untimed_tokens: int = 0  # tokens of the output at this time
     is_suspect: bool = False  # was in a step that failed for an unknown reason, and has sampled nothing since
     finish_reason: FinishReason | None = None

@@ -224,8 +224,6 @@ class _Settling:
         shared = self._put_or(
             "max_shared_prefill_tokens", config.max_shared_prefill_tokens, *sizes.max_shared_prefill_tokens(budget)
         )
-        origin = self.record["max_shared_prefill_tokens"].source
-        paced = self.record.put("most_answer_times", *sizes.most_answer_times(origin))
         why, most_queued = "bounded in the server, unbounded offline", 1024 if is_server else None
         queued = self._put_or("max_num_queued_reqs", config.max_num_queued_reqs, most_queued, "default", why)
         if config.pipeline_parallel_size > 1:
@@ -234,6 +232,9 @@ class _Settling:
             is_async, why = True, "the GPU computes a step while the next one is scheduled"
         else:
             is_async, why = False, "on CPU the kernels use every core, so there is nothing to hide behind"
+        is_async = self._put_or("async_scheduling", config.async_scheduling, is_async, "default", why)
+        origin = self.record["max_shared_prefill_tokens"].source
+        paced = self.record.put("most_answer_times", *sizes.most_answer_times(shared, origin, is_async))
         return SchedulerSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -246,7 +247,7 @@ class _Settling:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             enable_chunked_prefill=config.enable_chunked_prefill,
             scheduling_policy=cast(SchedulingPolicy, config.scheduling_policy),  # one of its choices
-            async_scheduling=self._put_or("async_scheduling", config.async_scheduling, is_async, "default", why),
+            async_scheduling=is_async,
             enable_prefix_caching=config.enable_prefix_caching,
             watermark=config.watermark,
             kv_cache_metrics=config.kv_cache_metrics,

@@ -226,6 +226,8 @@ def test_the_words_of_full_steps() -> None:
         "one token of each of 5 requests, in short contexts",
         "2,148 tokens of 2 new prompts",
     ]
+    paced = replace(resolved, scheduler=replace(resolved.scheduler, most_answer_times=8.0))
+    assert [step.rows for step in full_steps(paced, cost)][1] == "2,148 tokens of 2 new prompts", "without answers"
     alone = replace(resolved, scheduler=replace(resolved.scheduler, max_num_seqs=1))
     assert [step.rows for step in full_steps(alone, cost)][1:] == [
         "2,047 tokens of a new prompt",

@@ -74,6 +74,42 @@ def test_prompts_have_a_share_of_each_step_beside_answers() -> None:
     assert door.predicted_ttft(100) == pytest.approx(0.12 + 1.5 * 0.1 + door._place_seconds())
 
 
+@pytest.mark.parametrize(("num_prompts", "times"), [(1, 8.0), (4, 8.0), (20, 8.0), (20, 0.0)])
+def test_where_prompts_and_answers_are_slowed_down_alike(num_prompts: int, times: float) -> None:
+    """The prediction for the last one of some prompts beside an answer, and what the scheduler makes of it."""
+    limits = {"max_shared_prefill_tokens": 16, "most_answer_times": times}
+    run, door = Timed(**limits), Admission()
+    resolved = {name: {"value": value} for name, value in limits.items()}
+    assert run.core.cost is not None
+    door.on_ready(EngineReady(20_000, 4000, 32, 32, 2048, resolved, pace_of(run.core.cost, run.scheduler.limits)))
+    door._factor = 1.0
+    run.add(request("answer", range(20), max_tokens=5000))
+    for _ in range(5):
+        run.step()
+    assert run.core.last_record is not None
+    door.on_step(run.core.last_record)
+    for index in range(num_prompts):
+        predicted = run.now + door.predicted_ttft(PROMPT)
+        door.on_sent(f"prompt{index}", PROMPT, 1)
+        run.add(request(f"prompt{index}", [index] * PROMPT, max_tokens=1))
+    begun = run.now
+    while not run.tokens(f"prompt{num_prompts - 1}"):
+        run.step()
+    assert 0.8 < (predicted - begun) / (run.now - begun) < 1.25
+
+
+def test_a_number_that_is_given_while_serving_slows_prompts_down() -> None:
+    """Beside an answer of 0.01 s, some prompts have 0.07 of 0.08 s, and 10 tokens have half of a step."""
+    door = admission(Pace(1e-9, 1e-9, 1e-3, 0.0, first_row=0.01), max_shared_prefill_tokens=10, most_answer_times=8.0)
+    door.on_step(record(1, 0, num_prefill_tokens=10, num_decode_tokens=1, predicted_seconds=0.02))
+    door.limits["max_num_batched_tokens"] = 500
+    for index in range(20):
+        door.on_sent(str(index), 100, 1)
+    assert door._prompt_share() == pytest.approx(7 / 8)
+    door.on_limits(SetLimits(max_shared_prefill_tokens=10))
+    assert door._prompt_share() == pytest.approx(1 / 2)
+
+
 def test_a_place_in_the_batch_is_free_when_an_answer_ends() -> None:
     door = admission()
     for index in range(5000):

@@ -14,6 +14,7 @@ from quire.config import EngineConfig
 from quire.cost.arithmetic import Load
 from quire.cost.step_time import Constants, step_seconds
 from quire.planning.knee import PROMPT_UNIT, Knee
+from quire.planning.step_sizes import StepSizes
 from quire.resolve import DeviceFacts, resolve
 from quire.settings import Resolved
 from tests.cost.models import CONSTANTS, cost_model
@@ -77,27 +78,47 @@ def test_the_reason_and_vllms_value_are_said() -> None:
     assert budget.source == "formula"
     assert f"knee: a step of {budget.value:,} prompt tokens reaches 99% of the rate of longer ones" in budget.detail
     assert "vLLM on CPU takes 2,048" in budget.detail
-    assert "a prompt alone has all" in found["max_shared_prefill_tokens"].detail
+    assert "others may have more: see most_answer_times" in found["max_shared_prefill_tokens"].detail
 
 
 @pytest.mark.parametrize(
-    ("arguments", "times"),
+    ("arguments", "times", "why"),
     [
-        ({}, 8),
-        ({"max_num_batched_tokens": 512}, 8),
-        ({"max_shared_prefill_tokens": 64}, 0),
-        ({"long_prefill_token_threshold": 64}, 0),
-        ({"enable_chunked_prefill": False}, 0),
-        ({"performance_mode": "interactivity"}, 0),
-        ({"is_server": False}, 0),
-        ({"pipeline_parallel_size": 2}, 0),
-        ({"data_parallel_size": 2, "enable_expert_parallel": True}, 0),
+        ({}, 8, "without slo_itl"),
+        ({"max_num_batched_tokens": 512}, 8, "without slo_itl"),
+        ({"max_shared_prefill_tokens": 64}, 0, "was given holds"),
+        ({"max_shared_prefill_tokens": 0}, 0, "prompts go in order"),
+        ({"long_prefill_token_threshold": 64}, 0, "prompts go in order"),
+        ({"enable_chunked_prefill": False}, 0, "prompts go in order"),
+        ({"slo_itl": 0.5}, 0, "slo_itl says"),
+        ({"performance_mode": "interactivity"}, 0, "interactivity"),
+        ({"is_server": False}, 0, "prompts go in order"),
+        # Its processes must schedule alike, so they have no clock.
+        ({"is_server": False, "distributed_executor_backend": "external_launcher"}, 0, "prompts go in order"),
+        ({"pipeline_parallel_size": 2}, 0, "other stages"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, 0, "other lanes"),
+        ({"async_scheduling": True}, 0, "async_scheduling"),
+        ({"scheduling_policy": "priority"}, 0, "low priority"),
     ],
     ids=str,
 )
-def test_only_a_chosen_number_of_shared_tokens_is_a_least_one(arguments: dict[str, Any], times: float) -> None:
+def test_only_a_chosen_number_of_shared_tokens_is_a_least_one(
+    arguments: dict[str, Any], times: float, why: str
+) -> None:
     resolved = settled(**arguments)
-    assert resolved.scheduler.most_answer_times == resolved.settings["most_answer_times"].value == times
+    shown = resolved.settings["most_answer_times"]
+    assert resolved.scheduler.most_answer_times == shown.value == times
+    assert why in shown.detail
+
+
+def test_on_a_gpu_prompts_share_the_whole_budget() -> None:
+    sizes = StepSizes(EngineConfig(), None, 1, 80 * GIB, is_server=True)
+    budget, source, _ = sizes.max_shared_prefill_tokens(8192)
+    assert sizes.most_answer_times(budget, source, is_async=True) == (
+        0,
+        "formula",
+        "prompts share the whole budget already",
+    )
 
 
 def test_steps_of_an_offline_batch_are_longer() -> None:

@@ -149,7 +149,6 @@ class Driver:
             if proposer is None
             else Speculation(proposer, proposer.longest, (), adaptive, waits=waits, drafter_time=drafter_time),
             adapters=None if registry is None else AdapterTurns(max_loras, ORDER_KEYS[policy], registry.is_in_memory),
-            room_within=None if cost is None else cost.room_within,
             predicts=cost,
             clock=clock,
             num_stages=num_stages,
@@ -249,6 +248,8 @@ class Driver:
         assert scheduler._running == sorted(running, key=scheduler._key), "running requests are out of order"
         assert scheduler.num_waiting == len(self.live()) - len(running)
         assert len(scheduler._queue) + len(scheduler._deferred) == scheduler.num_waiting
+        queue = scheduler._queue
+        assert queue.num_lacking == sum(num_lacking for _, num_lacking in queue._stays.values())
         forks = [r for forks in scheduler._forks.values() for r in forks]
         assert sorted(forks, key=id) == sorted((r for r in self.live() if r.fork_of is not None), key=id)
         if self.shelf is not None:

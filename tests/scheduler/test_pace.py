@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from quire.messages import SetLimits
 from quire.request import Request
 from quire.sampling_params import SamplingParams
+from quire.scheduler.limits import StepRoom
 from quire.scheduler.pace import seconds_to_spare
-from tests.scheduler.driver import Driver, request
+from tests.guesser import Guesser
+from tests.scheduler.driver import TimedDriver, request
 from tests.scheduler.test_sameness import mixed
-from tests.scheduler.test_slo import Timed, cost, rows
+from tests.scheduler.test_slo import TOKEN_SECONDS, Timed, cost, rows
 
 TOKEN, PROMPT_TOKEN = 0.1, 0.01  # seconds alone
 MOST_TIMES = 8.0
@@ -21,6 +24,11 @@ SHARED, LENGTH = 16, 3000
 
 class Linear:
     """Time in proportion to tokens."""
+
+    def room_within(
+        self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], num_logits: int
+    ) -> StepRoom:
+        raise AssertionError("no question of these tests")
 
     def seconds_alone(self, start: int, count: int) -> float:
         return TOKEN if count == 1 else PROMPT_TOKEN * count
@@ -50,6 +58,14 @@ def test_waiting_prompts_count() -> None:
     new = made(10, 1, 10, first_token_time=100.0)
     assert spare([new], [], 0.0, (600, 3)) == pytest.approx(3 * TOKEN)
     assert spare([new], [made(200, computed=200)], 0.0, (600, 3)) == pytest.approx(3 * TOKEN)
+
+
+def test_a_cached_prefix_is_no_part_of_a_prompt() -> None:
+    """A chat lacks 50 of 10,000 tokens. After twice their time alone it is slowed down three times, wherever it is."""
+    new, chat = made(10, 1, 10, first_token_time=100.0), made(10_000, computed=9950)
+    chat.num_reused_tokens = 9950
+    assert spare([new], [], 1.0, (50, 1)) == pytest.approx(3 * TOKEN)
+    assert spare([new], [chat], 1.0) == pytest.approx(3 * TOKEN)
 
 
 def test_answers_that_were_fast_have_time_and_slow_ones_have_none() -> None:
@@ -153,8 +169,61 @@ def test_a_flood_of_long_prompts_starves_nobody() -> None:
     assert MOST_TIMES / 2 < worst / known.seconds_alone(320, 1) < 1.1 * MOST_TIMES
 
 
-@pytest.mark.parametrize("arguments", [{"max_shared_prefill_tokens": 5}, {"max_shared_prefill_tokens": 5, "depth": 2}])
+def test_a_chat_that_goes_on_reuses_its_prefix() -> None:
+    run = beside_an_answer(enable_prefix_caching=True)
+    while run.tokens("long") == []:
+        run.step()
+    run.add(request("chat", [*range(LENGTH), *range(500)], max_tokens=1))
+    run.step()
+    chat = run.live()[-1]
+    assert 0 < LENGTH - chat.num_reused_tokens < 32, "all of its whole blocks"
+    assert chat.num_computed_tokens - chat.num_reused_tokens == rows(run)["chat"] > 0
+
+
+def test_what_a_preempted_answer_had_is_no_wait() -> None:
+    """It has been answered for long when it comes back into the queue, where its wait begins."""
+    run = beside_an_answer()
+    while len(run.tokens("answer")) < 300:
+        run.step()
+    run.add(request("other", range(400), max_tokens=2000))
+    while len(run.tokens("other")) < 300:
+        run.step()
+    other, preempted = run.live()[-1], run.now
+    run.scheduler.preempt_last()
+    run.step()
+    assert rows(run) == {"answer": 1, "other": SHARED}
+    assert other.queued_time == preempted
+    while len(run.tokens("other")) < 301:
+        run.step()
+    assert other.first_token_time is not None
+    assert other.first_token_time > preempted
+
+
+def test_a_step_with_a_drafter_has_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = beside_an_answer()
+    while (count := rows(run).get("long", 0)) < 4 * SHARED:
+        run.step()
+    seconds = 2 * SHARED * TOKEN_SECONDS
+    monkeypatch.setattr(run.scheduler.speculation, "drafter_seconds", lambda batch: seconds)
+    run.step()
+    assert SHARED < rows(run)["long"] < count - SHARED
+    monkeypatch.setattr(run.scheduler.speculation, "drafter_seconds", lambda batch: 1.0)
+    run.step()
+    assert rows(run)["long"] == SHARED
+
+
+def test_a_step_that_can_have_no_prompt_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = beside_an_answer(max_num_seqs=1)
+    asked: list[Any] = []
+    monkeypatch.setattr("quire.scheduler.scheduler.seconds_to_spare", lambda *given: asked.append(given))
+    run.step()
+    assert rows(run) == {"answer": 1}
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"depth": 2}, {"num_blocks": 12}, {"proposer": Guesser(0.6)}], ids=["", "depth", "few", "drafts"]
+)
 def test_every_request_has_its_tokens(arguments: dict[str, Any]) -> None:
-    run = Driver(cost=cost(), most_answer_times=MOST_TIMES, **arguments)
-    run.run_all(*mixed())
-    run.check_outputs()
+    """With common beginnings, forks, and where blocks are few, preemption."""
+    TimedDriver(cost(), max_shared_prefill_tokens=5, most_answer_times=MOST_TIMES, **arguments).run_all(*mixed())

@@ -22,7 +22,7 @@ from quire.messages import SetLimits
 from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.lanes import Lanes
-from quire.scheduler.scheduler import LEAST_PROMPT_TOKENS
+from quire.scheduler.limits import LEAST_PROMPT_TOKENS
 from tests.cost.models import cost_model, model_with
 from tests.examples import examples
 from tests.guesser import Guesser

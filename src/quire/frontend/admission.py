@@ -5,7 +5,9 @@ prediction in seconds is the sum of three times: the step that runs, the wait, a
 the longer one of two:
 
 - The prompts before it: their tokens that are sent but not computed, times the time of a token (Pace, from the cost
-  model), over the share of the steps' time that prompts get beside answers.
+  model), over the share of the steps' time that prompts get beside answers. If prompts and answers are slowed down
+  alike (scheduler/pace.py), N equal prompts with the share f take N / f times as long as one alone, and answers
+  1 / (1 - f) times. Both are equal if the answers are N + 1 times as slow as alone.
 - A place in the batch, if max_num_seqs requests run. With R running requests, one ends every O / R steps. O is the
   number of steps that recent answers took: their tokens, without the drafts that held.
 
@@ -81,6 +83,7 @@ class Admission:
         self._prompts: dict[str, _Sent] = {}
         self._prompt_tokens = self._prompt_seconds = self._computed_tokens = 0.0  # sums over the prompts
         self._factor = FIRST_FACTOR
+        self._most_answer_times = 0.0
 
     def on_ready(self, ready: EngineReady) -> None:
         """Take the settings of an engine that is ready."""
@@ -90,6 +93,8 @@ class Admission:
             "max_num_seqs": ready.max_num_seqs,
             "max_num_batched_tokens": ready.max_num_batched_tokens,
         }
+        paced = ready.resolved.get("most_answer_times")
+        self._most_answer_times = float(paced["value"]) if isinstance(paced, dict) else 0.0
         self.pace = ready.pace or self.pace
         self._num_lanes = ready.num_lanes
         self._num_places = ready.max_num_seqs * ready.num_lanes
@@ -99,6 +104,8 @@ class Admission:
         """Take limits that were changed."""
         given = {name: getattr(limits, name) for name in limits.__struct_fields__}
         self.limits |= {name: value for name, value in given.items() if value is not None}
+        if limits.max_shared_prefill_tokens is not None:
+            self._most_answer_times = 0.0  # as in the scheduler
         self._set_targets()
 
     def _set_targets(self) -> None:
@@ -279,8 +286,11 @@ class Admission:
         if self.targets.itl:
             prompts = self.targets.itl - answers
         else:
-            num_tokens = min(num_tokens, self.limits.get("max_shared_prefill_tokens") or num_tokens)
-            prompts = num_tokens * self.pace.per_prompt_token
+            least = min(num_tokens, self.limits.get("max_shared_prefill_tokens") or num_tokens)
+            times = min(len(self._prompts) + 2, self._most_answer_times)  # this prompt counts too
+            alone = self.pace.answer_step(1, self._num_kv_tokens / max(self._num_running, 1))
+            prompts = min(times * alone - answers, num_tokens * self.pace.per_prompt_token)
+            prompts = max(prompts, least * self.pace.per_prompt_token)
         return max(prompts / (prompts + answers), MIN_SHARE) if prompts > 0 else MIN_SHARE
 
     def _place_seconds(self) -> float:

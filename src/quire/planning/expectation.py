@@ -109,8 +109,9 @@ def full_steps(resolved: Resolved, cost: CostModel) -> Iterator[FullStep]:
     yield FullStep(
         "max_num_seqs", f"one token of each of {places:,} requests, in short contexts", decode_step(cost, places)
     )
-    # If prompts share fewer tokens than the budget, only a prompt alone has all of it.
-    counts = max(prompts(min(shared or budget, budget), places), prompts(budget, 1), key=sum)
+    # A prompt alone has the whole budget. If the shared number is a least one, so have several without answers.
+    together = budget if limits.most_answer_times else min(shared or budget, budget)
+    counts = max(prompts(together, places), prompts(budget, 1), key=sum)
     yield FullStep("max_num_batched_tokens", _prompts(counts), step([], counts))
     if shared:
         answers, context = min(SHARED_ANSWERS, places - 1), min(SHARED_CONTEXT, context)

@@ -108,24 +108,45 @@ class StepSizes:
             return budget, "default", "prompts share the whole budget: a GPU computes it in a short step"
         size = min(self.knee.prompt_tokens_beside(SHARED_ANSWERS, SHARED_CONTEXT, SHARED_TIMES), budget)
         why = f"{size:,} of prompts make a step about {SHARED_TIMES} times as long as {SHARED_ANSWERS} answers of "
-        why += f"{SHARED_CONTEXT:,} tokens alone do; a prompt alone has all {budget:,}; vLLM has none"
+        why += f"{SHARED_CONTEXT:,} tokens alone do; a prompt alone has all {budget:,}, and others may have more: see "
+        why += "most_answer_times; vLLM has none"
         return size, "formula", why
 
-    def most_answer_times(self, shared: Source) -> tuple[float, Source, str]:
-        """See SchedulerLimits.
+    def most_answer_times(self, shared: int, origin: Source, is_async: bool) -> tuple[float, Source, str]:
+        """See SchedulerLimits. Only a max_shared_prefill_tokens that was chosen is a least number.
 
         Args:
-            shared: the source of max_shared_prefill_tokens. Only a number that was chosen is a least one.
+            shared: max_shared_prefill_tokens.
+            origin: its source.
+            is_async: whether a step is scheduled while another one is computed.
         """
-        if shared != "formula":
-            return 0.0, "default", "a step never takes more than max_shared_prefill_tokens of prompts"
-        if self.config.performance_mode == "interactivity":
-            return 0.0, "formula", "answers come first for interactivity"
-        if self.config.num_lanes > 1 or self.config.pipeline_parallel_size > 1:
-            return 0.0, "formula", "the answers of other lanes, or of the batches of other stages, are not in this step"
-        why = "a step takes more than max_shared_prefill_tokens while prompts are slowed down more than answers, until "
-        why += f"answers on average have taken {MOST_ANSWER_TIMES:g} times as long as one alone; vLLM has none"
+        if why_not := self._why_not_paced(shared, origin, is_async):
+            return 0.0, "formula", why_not
+        why = "without slo_itl, a step takes more than max_shared_prefill_tokens while prompts are slowed down more "
+        why += f"than answers, until answers on average have taken {MOST_ANSWER_TIMES:g} times as long as one alone; "
+        why += "vLLM has none"
         return MOST_ANSWER_TIMES, "default", why
+
+    def _why_not_paced(self, shared: int, origin: Source, is_async: bool) -> str | None:
+        """Why prompts and answers are not slowed down alike; None: they are."""
+        config = self.config
+        if not shared:
+            return "prompts go in order: max_shared_prefill_tokens is 0"
+        if origin not in ("formula", "default"):
+            return "the max_shared_prefill_tokens that was given holds in every step"
+        if self.knee is None:
+            return "prompts share the whole budget already"
+        if config.slo_itl:
+            return "slo_itl says how many tokens of prompts a step takes"
+        if config.performance_mode == "interactivity":
+            return "answers come first for interactivity"
+        if config.num_lanes > 1 or config.pipeline_parallel_size > 1:
+            return "the answers of other lanes, or of the batches of other stages, are not in this step"
+        if is_async:
+            return "the time of the step that is computed meanwhile is not known yet (async_scheduling)"
+        if config.scheduling_policy == "priority":
+            return "many prompts of a low priority must not slow down answers of a high one"
+        return None
 
     def _vllm(self) -> tuple[tuple[int, int], str]:
         """vLLM's limits, and where."""

@@ -99,7 +99,6 @@ def _of_lane(
             model_config.vocab_size,
         ),
         adapters=turns,
-        room_within=cost.room_within,
         predicts=cost,
         clock=clock,
         num_stages=schedule.pipeline_parallel_size,

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from quire.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from quire.request import Request
 
+LEAST_PROMPT_TOKENS = 16  # the oldest prompt gets at least this number of tokens in a step, even if decodes take long
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -23,8 +25,8 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0  # the most tokens of one request in one step; 0: no limit
     max_num_queued_reqs: int | None = None  # waiting requests; None: no limit
     max_shared_prefill_tokens: int = 0  # prompt tokens of a step that several prompts share; 0: prompts go in order
-    # A step takes more than max_shared_prefill_tokens while answers take less than this many times as long as one alone
-    # (scheduler/pace.py); 0: it never does.
+    # max_shared_prefill_tokens is only the least number while answers take less than this many times as long as one
+    # alone (scheduler/pace.py); 0: it holds in every shared step.
     most_answer_times: float = 0.0
     slo_itl: float = 0.0  # the target for the seconds of a step with decodes; 0: there is no target
     slo_attainment: float = 0.99  # the share of these steps that must reach the target
@@ -55,13 +57,21 @@ class StepRoom(Protocol):
         ...
 
 
-class RoomWithin(Protocol):
-    """Predicts the room for prompts in a step: see CostModel.room_within."""
+class Predicts(Protocol):
+    """Predicts steps: see CostModel."""
 
-    def __call__(
+    def room_within(
         self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], num_logits: int, /
     ) -> StepRoom:
-        """The room for prompts beside the rows of a step that takes `seconds`: see CostModel.room_within."""
+        """The room for prompts beside the rows of a step that takes `seconds`."""
+        ...
+
+    def seconds_alone(self, start: int, count: int, /) -> float:
+        """The seconds of a step with `count` new tokens of one request after `start` computed ones."""
+        ...
+
+    def tokens_beside(self, num_answers: int, context: int, times: float, most: int, /) -> int:
+        """The tokens of a new prompt with which a step of answers takes at most `times` as long."""
         ...
 
 

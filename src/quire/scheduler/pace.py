@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from quire.planning.step_sizes import SHARED_ANSWERS, SHARED_CONTEXT, SHARED_TIMES
 from quire.request import Request
-
-
-class Predicts(Protocol):
-    """Predicts steps: see CostModel."""
-
-    def seconds_alone(self, start: int, count: int, /) -> float:
-        """The seconds of a step with `count` new tokens of one request after `start` computed ones."""
-        ...
-
-    def tokens_beside(self, num_answers: int, context: int, times: float, most: int, /) -> int:
-        """The tokens of a new prompt with which a step of answers takes at most `times` as long."""
-        ...
+from quire.scheduler.limits import LEAST_PROMPT_TOKENS, Predicts
+from quire.scheduler.progress import num_lacking as lacking
 
 
 def least_tokens(chosen: int, predicts: Predicts) -> int:
-    """The prompt tokens that a step has beside answers in any case, at most the number that was chosen at the start.
+    """The least number: the prompt tokens that a step has beside answers in any case.
 
-    The start believes the data sheet of the machine. Where products are slower, fewer tokens make a step as long.
+    It is the number that was chosen at the start, which believes the data sheet of the machine. Where products are
+    slower, it is what makes a step of some answers as long as was wanted, but at least LEAST_PROMPT_TOKENS.
+
+    Args:
+        chosen: no more than this.
     """
-    return predicts.tokens_beside(SHARED_ANSWERS, SHARED_CONTEXT, SHARED_TIMES, chosen)
+    fitting = predicts.tokens_beside(SHARED_ANSWERS, SHARED_CONTEXT, SHARED_TIMES, chosen)
+    return max(fitting, min(chosen, LEAST_PROMPT_TOKENS))
 
 
 def seconds_to_spare(
@@ -35,15 +29,16 @@ def seconds_to_spare(
     prompts: Sequence[Request],
     queued_tokens: int,
     num_queued: int,
-    received: float,
+    queued: float,
     most_times: float,
     predicts: Predicts,
 ) -> float:
     """The seconds of the next step after which the answers have taken as many times their time alone as prompts do.
 
     Prompts take what the oldest of them has waited, and what all of them still lack, in times of a mean prompt alone.
-    Answers take the time since their first tokens, in times of a token of one of them alone. So answers that were fast
-    have time to spare for prompts.
+    A cached prefix is no part of a prompt here. Answers take the time since their first tokens, in times of a token of
+    one of them alone. So answers that were fast have time to spare for prompts. All answers are taken together: a long
+    fast one has time to spare for others.
 
     Args:
         now: on the scheduler's clock.
@@ -51,14 +46,14 @@ def seconds_to_spare(
         prompts: the running requests that lack more than one token.
         queued_tokens, num_queued: the tokens that waiting requests lack, and their number. There is at least one
             prompt or one waiting request.
-        received: when the oldest of these requests came.
+        queued: when the oldest of these requests began to wait.
         most_times: answers take no more times their time alone than this, however long prompts wait.
     """
     num_prompts = len(prompts) + num_queued
-    num_tokens = queued_tokens + sum(request.num_tokens for request in prompts)
-    num_lacking = num_tokens - sum(request.num_computed_tokens for request in prompts)
+    num_tokens = queued_tokens + sum(request.num_tokens - request.num_reused_tokens for request in prompts)
+    num_lacking = queued_tokens + sum(map(lacking, prompts))
     mean_prompt = max(num_tokens // num_prompts, 1)
-    times = min((now - received) / predicts.seconds_alone(0, mean_prompt) + num_lacking / mean_prompt, most_times)
+    times = min((now - queued) / predicts.seconds_alone(0, mean_prompt) + num_lacking / mean_prompt, most_times)
     mean_context = sum(request.num_tokens for request in answers) // len(answers)
     lasted = num_next = 0.0
     for request in answers:

@@ -27,7 +27,7 @@ def num_lacking(request: Request) -> int:
 
 def start_at(request: Request, num_tokens: int) -> None:
     """Set the number of tokens that are computed, when a request is admitted or has lost its blocks."""
-    request.num_computed_tokens = request.num_settled_tokens = num_tokens
+    request.num_computed_tokens = request.num_settled_tokens = request.num_reused_tokens = num_tokens
 
 
 def advance(request: Request, count: int, num_drafts: int = 0) -> int:

@@ -23,8 +23,15 @@ from quire.schedule import EvictedBlock, LaneUse, NewRow, ScheduledBatch, StepRe
 from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
-from quire.scheduler.limits import RoomWithin, SchedulerLimits, StepRoom, check_queue, check_request
-from quire.scheduler.pace import Predicts, least_tokens, seconds_to_spare
+from quire.scheduler.limits import (
+    LEAST_PROMPT_TOKENS,
+    Predicts,
+    SchedulerLimits,
+    StepRoom,
+    check_queue,
+    check_request,
+)
+from quire.scheduler.pace import least_tokens, seconds_to_spare
 from quire.scheduler.progress import (
     advance,
     force,
@@ -47,7 +54,6 @@ logger = get_logger(__name__)
 WAITING, PREEMPTED = RequestStatus.WAITING, RequestStatus.PREEMPTED
 RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
 MEDIAN = 0.5  # the share of steps that take no longer than is predicted
-LEAST_PROMPT_TOKENS = 16  # the oldest prompt gets at least this number of tokens in a step, even if decodes take long
 SHARING_SECONDS = 10.0  # the time after a step with several requests in which another request is expected
 
 Rows = tuple[Sequence[int], Sequence[int], int]  # computed and new tokens of rows, and their rows of logits
@@ -72,6 +78,7 @@ class _Step:
     room: StepRoom | None = None  # set if the step has decodes and a time target: prompts take the rest of the time
     prompts: list[Request] = field(default_factory=list)  # running requests with prompts, which have no rows yet
     budget: int = 0  # the tokens that the decodes leave
+    drafter_seconds: float = 0.0  # the time of the worker's drafter in this step
 
 
 class Scheduler:
@@ -89,8 +96,7 @@ class Scheduler:
             one table.
         speculation: asks for drafts; None: there are no drafts.
         adapters: decides which adapters run; None: all of them may.
-        room_within: predicts the room for prompts in a step, for `slo_itl`; None: there is no such target.
-        predicts: predicts steps for `most_answer_times`, as `room_within` does.
+        predicts: predicts steps, for `slo_itl` and `most_answer_times`; None: there is neither.
         clock: gives monotonic seconds.
         num_stages: the number of pipeline stages. If there are several, a request waits until its last token is known,
             and decodes are spread over as many batches as there are stages, so that all stages compute.
@@ -109,7 +115,6 @@ class Scheduler:
         rope_switches_after: int | None = None,
         speculation: Speculation | None = None,
         adapters: AdapterTurns | None = None,
-        room_within: RoomWithin | None = None,
         predicts: Predicts | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_stages: int = 1,
@@ -121,7 +126,7 @@ class Scheduler:
         self.kv = kv
         self._enable_chunked_prefill = enable_chunked_prefill
         self._rope_switches_after = rope_switches_after
-        self._room_within, self._predicts = room_within, predicts
+        self._predicts = predicts
         self.num_stages = num_stages
         self._vocab_size = vocab_size
         self._num_schedulable = num_schedulable if num_stages == 1 else num_schedulable_alone
@@ -330,12 +335,12 @@ class Scheduler:
         return step.budget > 0 and bool(step.prompts or len(self._queue))
 
     def make_room(self, step: _Step, drafter_seconds: float) -> None:
-        """Note what a target for the time between tokens leaves for prompts, if there is one.
+        """Note what the drafter and a target for the time between tokens, if there is one, leave for prompts.
 
         Args:
             drafter_seconds: the time of the worker's drafter in this step.
         """
-        batch = step.batch
+        batch, step.drafter_seconds = step.batch, drafter_seconds
         rows = batch.num_computed_tokens, batch.num_scheduled_tokens
         step.room = self._room_beside(*rows, sum(batch.num_logits), drafter_seconds)
 
@@ -343,7 +348,9 @@ class Scheduler:
         """Add prompts to the decodes of a step. None: it has no rows."""
         prompts, batch = step.prompts, step.batch
         beside = batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
-        budget, has_time = self._left_for_prompts(prompts, step.rows, beside, step.budget, step.room)
+        budget, has_time = self._left_for_prompts(
+            prompts, step.rows, beside, step.budget, step.room, step.drafter_seconds
+        )
         if not has_time:
             self._serve_oldest(step, prompts, budget)
         elif self._is_shared():
@@ -494,12 +501,19 @@ class Scheduler:
     ) -> StepRoom | None:
         """The room for prompts beside these rows, within the target for the time between tokens; None: no target."""
         limits = self.limits
-        if not limits.slo_itl or self._room_within is None or not self._enable_chunked_prefill:
+        if not limits.slo_itl or self._predicts is None or not self._enable_chunked_prefill:
             return None
-        return self._room_within(limits.slo_itl - drafter_seconds, limits.slo_attainment, starts, counts, num_logits)
+        seconds = limits.slo_itl - drafter_seconds
+        return self._predicts.room_within(seconds, limits.slo_attainment, starts, counts, num_logits)
 
     def _left_for_prompts(
-        self, prompts: Sequence[Request], answers: Sequence[Request], beside: Rows, budget: int, room: StepRoom | None
+        self,
+        prompts: Sequence[Request],
+        answers: Sequence[Request],
+        beside: Rows,
+        budget: int,
+        room: StepRoom | None,
+        drafter_seconds: float = 0.0,
     ) -> tuple[int, bool]:
         """What a step leaves for prompts.
 
@@ -507,26 +521,31 @@ class Scheduler:
             prompts: the running requests with prompts.
             answers, beside: the requests of the other rows, and these rows.
             budget: the tokens that the other rows leave.
+            drafter_seconds: the time of the worker's drafter in this step.
             room: what a target for the time between tokens leaves; None: there is no target.
 
         Returns:
             The tokens, and whether there is time for more than the oldest prompt.
         """
         if room is None:
-            return self._shared_tokens(prompts, answers, beside, budget) if self._is_shared() else budget, True
+            if self._is_shared():
+                budget = self._shared_tokens(prompts, answers, beside, budget, drafter_seconds)
+            return budget, True
         least = min(budget, LEAST_PROMPT_TOKENS)
         fitting = room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
         return max(fitting, least), fitting >= least or len(answers) <= 1  # 0: other lanes have answers
 
-    def _shared_tokens(self, prompts: Sequence[Request], answers: Sequence[Request], beside: Rows, budget: int) -> int:
+    def _shared_tokens(
+        self, prompts: Sequence[Request], answers: Sequence[Request], beside: Rows, budget: int, drafter_seconds: float
+    ) -> int:
         """The prompt tokens of a step that is shared: `max_shared_prefill_tokens`, or as pace.py says."""
         limits, first = self.limits, self._queue.first_in_order()
         least = min(budget, limits.max_shared_prefill_tokens)
-        if not limits.most_answer_times or self._room_within is None or self._predicts is None:
+        if not limits.most_answer_times or self._predicts is None:
             return least
+        if not budget or not (prompts or (first is not None and len(self._running) < limits.max_num_seqs)):
+            return least  # the step gets no prompt
         oldest = [*prompts[:1], *([first[1]] if first is not None else [])]
-        if not oldest or not budget:
-            return least
         timed = [request for request in answers if request.first_token_time is not None]
         if not timed:
             return budget
@@ -536,15 +555,13 @@ class Scheduler:
             prompts,
             self._queue.num_lacking,
             len(self._queue),
-            min(request.received_time for request in oldest),
+            min(request.queued_time for request in oldest),
             limits.most_answer_times,
             self._predicts,
         )
-        room = self._room_within(seconds, MEDIAN, *beside)
+        room = self._predicts.room_within(seconds - drafter_seconds, MEDIAN, *beside)
         fitting = room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
-        if fitting >= least:
-            return fitting
-        return max(fitting, least_tokens(least, self._predicts), min(least, LEAST_PROMPT_TOKENS))
+        return fitting if fitting >= least else max(fitting, least_tokens(least, self._predicts))
 
     def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Serve only the oldest prompt, slowly, because decodes take all the time. Others wait until a request ends."""
@@ -874,6 +891,7 @@ class Scheduler:
     def _wait(self, request: Request) -> None:
         """Put a request into the queue. Its turn depends on the number of its tokens that are not cached now."""
         self._choose_rope(request)
+        request.queued_time = self._clock()
         self._queue.push(request, request.num_tokens - self._cached_prefix(request).num_tokens)
 
     def _preempt(self, request: Request) -> None:
@@ -887,6 +905,7 @@ class Scheduler:
         self.kv.free(request)
         self.adapters.stop(request)
         request.status = status
+        request.first_token_time = None  # the time of its answer begins again, so that it has none in the queue
         start_at(request, 0)
         self._removed.append(request.request_id)
         self.adapters.wait(request)
