@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from quire.distributed import pulse, wire
 from quire.distributed.group import GroupError
 from quire.distributed.network import SocketLink
 from quire.distributed.pulse import Pulse
+from tests.engine.test_leaving_ranks import Witness
 from tests.network import two_machines
 
 KEY = b"of the tests, long enough"
@@ -61,6 +63,32 @@ def test_a_machine_that_reads_nothing_is_not_lost(connection: tuple[socket.socke
     assert not ended
 
 
+def test_a_machine_that_reads_nothing_for_long_gets_no_more_beats(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would fill its system's memory, which then acknowledges nothing. It gets beats again when it beats."""
+    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(pulse, "MOST_UNHEARD", 5)
+    ended = list[Exception]()
+    own, other = Pulse(connection[0], ended.append), connection[1]
+    for _ in range(2):
+        time.sleep(0.5)
+        assert len(other.recv(1000)) == 5 * wire.HEADER_BYTES
+        wire.send(other, b"")
+    assert not ended
+    own.close()
+
+
+def test_a_number_is_said_only_if_it_is_known() -> None:
+    """Systems notice a loss too, with times of their own."""
+    silences = [pulse.SilenceError()] + [OSError(number, "") for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH)]
+    assert all(pulse.is_silence(error) for error in silences)
+    assert not pulse.is_silence(ConnectionResetError(errno.ECONNRESET, ""))
+    lost = "its machine {}: it is down, or the network to it is cut"
+    texts = [lost.format(how) for how in ("has not answered for 1.5 s", "does not answer", "does not answer")]
+    assert [pulse.why(error) for error in silences] == texts
+
+
 class Places:
     """As much of Whereabouts as a link uses."""
 
@@ -86,13 +114,15 @@ def link(end: socket.socket, failing: Failed) -> SocketLink:
 
 
 def test_rows_wait_for_a_busy_rank(connection: tuple[socket.socket, socket.socket]) -> None:
-    """More of them than the systems hold, for a rank that computes for longer than a lost machine is silent."""
+    """More of them than the systems hold. No system's timer may end the connection meanwhile."""
     failing, rows_TD = Failed(), torch.arange(16 << 20, dtype=torch.float32).view(-1, 1024)
     ours, theirs = (link(end, failing) for end in connection)
     sending = threading.Thread(target=lambda: ours.send(rows_TD))
     sending.start()
-    time.sleep(LONG_SECONDS)
+    sending.join(0.3)
     assert sending.is_alive(), "too few rows"
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        assert [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in connection] == [0, 0]
     assert torch.equal(theirs.receive(*rows_TD.shape, torch.float32), rows_TD)
     sending.join()
     assert not failing.told
@@ -150,10 +180,12 @@ def test_a_network_that_is_cut(fault: str, tmp_path: Path) -> None:
         mend()
         time.sleep(LONG_SECONDS)
         assert [end.poll() for end in ends] == [None, None]
-        begin = cut()
-        for end in ends:
-            when, is_silence, why = end.communicate(timeout=20)[0].split(" ", 2)
-            print(f"{fault}: noticed after {float(when) - begin:.2f} s")
-            assert float(when) - begin < 2.0
+        witness, begin = Witness(), cut()
+        said = [end.communicate(timeout=20)[0].split(" ", 2) for end in ends]
+        witness.close()
+        for when, is_silence, why in said:
+            took, busy = float(when) - begin, witness.seconds_between(begin, float(when))
+            print(f"{fault}: noticed after {took:.2f} s, on a machine that was busy for {busy:.2f} s")
+            assert took - busy < 2.0
             assert is_silence == "True"
             assert "has not answered for 1.5 s" in why

@@ -194,6 +194,7 @@ def test_a_name_of_another_network(network: Network, tmp_path: Path) -> None:
         assert server.wait_exit() == 2
     assert "machine-0, which is 127.0.1.1 on this machine" in server.log
     assert "--master-addr" in server.log
+    assert "MASTER_ADDR" in server.log
 
 
 @pytest.mark.parametrize("sizes", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["stages", "ranks"])

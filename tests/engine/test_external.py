@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.distributed.layout import Grid
+from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine import external
 from quire.engine.external import Companions, ExternalExecutor
 from quire.errors import ConfigError, EngineDeadError
@@ -173,6 +175,26 @@ def test_ranks_read_weights_in_turns() -> None:
     for pair in pairs.values():
         for each in pair:
             each.close()
+
+
+@pytest.mark.parametrize(("cause", "num_looks"), [(errno.ETIMEDOUT, 1), (errno.ECONNRESET, 2)])
+def test_a_rank_whose_neighbour_notices_a_failure(cause: int, num_looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops waiting for the first rank. A failed rank gets a look's time to say why, and a lost machine none."""
+    memory = make_memory(grid := Grid(width=2))
+    ranks = ranks_on(memory, 1, grid, {}, has_own_cores=False, timeout_seconds=60.0)
+    os.close(memory)
+    looks = list[bool]()
+    monkeypatch.setattr(type(ranks.whereabouts), "neighbours", lambda whereabouts: looks.append(True) or {})
+    ranks.failing.fail_for(0, cause=cause)
+    ours, theirs = socket.socketpair()
+    companions = Companions(1, {0: ours})
+    companions.watch(ranks)
+    with pytest.raises(EngineDeadError, match=rf"Rank 0 .* has failed: .*{os.strerror(cause)}"):
+        companions.hear()
+    assert len(looks) == num_looks
+    companions.close()
+    theirs.close()
+    ranks.close()
 
 
 @pytest.mark.slow

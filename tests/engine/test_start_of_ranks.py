@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.distributed import wire
+from quire.distributed import pulse, wire
 from quire.distributed.group import GroupError
 from quire.distributed.layout import Grid
 from quire.engine import external, node_process, nodes, process, ranks
@@ -127,6 +127,26 @@ def test_a_rank_that_is_lost_before_its_node_has_spoken(monkeypatch: pytest.Monk
     ended.settimeout(10.0)
     assert ended.recv(1) == b"", "other connections to a lost node end too"
     rank.close()
+    theirs.close()
+    ended.close()
+
+
+def test_a_machine_that_has_said_why_and_then_is_silent() -> None:
+    """Nobody waits for its ranks, and its reason is kept."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    told, (kept, ended) = Told(), socket.socketpair()
+    home = ranks.Home(ours, 1, told, [kept])
+    wire.send(theirs, nodes.encode(nodes.NodeLost("Rank 2 of 3 was killed")))
+    assert wait_for(home.is_lost)
+    assert not told.ranks
+    ended.settimeout(10.0)
+    home._on_end(pulse.SilenceError())
+    assert told.ranks == [1]
+    assert ended.recv(1) == b""
+    assert home.end("Rank 1 of 3") == "Rank 2 of 3 was killed"
+    home.close()
     theirs.close()
     ended.close()
 

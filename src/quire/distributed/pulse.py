@@ -5,7 +5,8 @@ send beats. The system of a machine acknowledges them, however busy its processe
 it does not, then the machine or the network is lost.
 
 The connection carries nothing else. If the reader of much data is busy, its system has no room for more, and does not
-acknowledge it either.
+acknowledge it either. Beats that a stopped process does not read would fill it too. So a machine from which no beat has
+come for long gets none until it beats again. Meanwhile the system's keepalive looks for it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,25 @@ BEAT_SECONDS = 0.15
 LOST_SECONDS = 1.5  # a machine that acknowledges nothing for so long is lost
 # So many looks must find nothing acknowledged. After a pause of this machine as a whole, the first look proves nothing.
 LEAST_LOOKS = 5
+MOST_UNHEARD = 1000  # beats, while the other machine sends none. A system has room for several thousand.
+_SILENCES = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _BEAT = b""
+
+
+class SilenceError(TimeoutError):
+    """The other machine has acknowledged nothing for LOST_SECONDS."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
 
 class Pulse:
     """One end of a connection that carries beats, and now and then a short message.
 
-    A lost machine is noticed at most LOST_SECONDS + 2 x BEAT_SECONDS after its loss. An interruption of a second is
-    survived: the system sends beats again after 0.2, 0.6 and 1.4 seconds. Only Linux says what was acknowledged. Other
-    systems send no beats, and notice a loss after some seconds (`wire.KEEPALIVE_PROBES`).
+    A lost machine is noticed at most LOST_SECONDS + 2 x BEAT_SECONDS after its loss. An interruption of half a
+    second is survived: the system sends a beat again after 0.2 and 0.6 seconds, and the next time, after 1.4 seconds,
+    may be too late. Only Linux says what was acknowledged. Other systems send no beats, and notice a loss after some
+    seconds (`wire.KEEPALIVE_PROBES`). So does a machine that was stopped for minutes, or whose peer was.
 
     Args:
         peer: the connection, which is authenticated already. `close` closes it.
@@ -51,6 +62,7 @@ class Pulse:
         self._peer, self._on_end, self._on_message = peer, on_end, on_message
         self._sending, self._is_over = threading.Lock(), threading.Event()
         self._num_sent = 0  # bytes
+        self._num_unheard = 0  # beats since the last one from the other machine
         self._is_closing = self._is_silent = False
         tasks = (self._listen, self._beat) if sys.platform == "linux" else (self._listen,)
         self._threads = [threading.Thread(target=task, name="pulse", daemon=True) for task in tasks]
@@ -97,27 +109,32 @@ class Pulse:
                     self._is_silent = True
                     self.end()
                     return
-                self.say(_BEAT)
+                if self._num_unheard < MOST_UNHEARD:
+                    self._num_unheard += 1
+                    self.say(_BEAT)
 
     def _listen(self) -> None:
         try:
             while True:
-                if (message := wire.receive(self._peer)) != _BEAT:
+                message = wire.receive(self._peer)
+                self._num_unheard = 0
+                if message != _BEAT:
                     self._on_message(message)
         except (OSError, wire.WireError) as error:
             if not self._is_closing:
-                self._on_end(TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) if self._is_silent else error)
+                self._on_end(SilenceError() if self._is_silent else error)
         finally:
             self._is_over.set()
 
 
 def is_silence(error: Exception) -> bool:
     """Whether the machine at the other end of a pulse has stopped to answer, and has not ended the connection."""
-    return getattr(error, "errno", None) == errno.ETIMEDOUT
+    return getattr(error, "errno", None) in _SILENCES
 
 
 def why(error: Exception) -> str:
     """The reason for the end of a pulse, as text for people."""
-    if is_silence(error):
-        return f"its machine has not answered for {LOST_SECONDS:g} s: it is down, or the network to it is cut"
-    return str(error)
+    if not is_silence(error):
+        return str(error)
+    silent = f"has not answered for {LOST_SECONDS:g} s" if isinstance(error, SilenceError) else "does not answer"
+    return f"its machine {silent}: it is down, or the network to it is cut"

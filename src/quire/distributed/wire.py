@@ -81,7 +81,7 @@ def listen(address: str, port: int) -> socket.socket:
                 "This name stands for an address that no other machine can reach",
                 value=f"{address}, which is {found} on this machine",
                 expected="an address of this machine in the network of the others, or a name for it",
-                fix="Give --master-addr the address itself, or correct the name in /etc/hosts",
+                fix="Give --master-addr (torchrun: MASTER_ADDR) the address itself, or correct the name in /etc/hosts",
                 param="master_addr",
             )
         listener = socket.socket(family, kind, protocol)
@@ -245,7 +245,7 @@ def _ready(peer: socket.socket) -> socket.socket:
 
 
 def _proof(key: bytes, role: bytes, numbers: bytes) -> bytes:
-    return hmac.digest(key, b"quire ranks 1 " + role + numbers, "sha256")
+    return hmac.digest(key, b"quire ranks 2 " + role + numbers, "sha256")
 
 
 def _exactly(peer: socket.socket, count: int, until: float | None = None) -> bytearray:

@@ -9,6 +9,7 @@ Ranks of a machine meet at a Unix socket. On several machines, the first rank of
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import select
@@ -30,7 +31,6 @@ from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.distributed.group import CLOSED, STOPPED, Ranks
 from quire.distributed.layout import MOST_LINKS, Grid
-from quire.distributed.network import cause_of
 from quire.distributed.pulse import Pulse, is_silence, why
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.node_process import connect_node
@@ -113,7 +113,8 @@ class Companions:
                 before, pids = stopped, ranks.whereabouts.neighbours()
                 stopped = {rank for rank, pid in pids.items() if is_stopped(pid)}
                 causes |= dict.fromkeys(before & stopped, STOPPED)
-                if has_failed:  # since a look ago, so the failed rank has had time to say why
+                # A rank that has failed since a look ago has had time to say why. A lost machine says nothing.
+                if has_failed or ranks.failing.cause.endswith(os.strerror(errno.ETIMEDOUT)):
                     break
                 has_failed = ranks.failing.failed_rank is not None
             for rank, cause in causes.items():
@@ -130,7 +131,7 @@ class Companions:
             assert self._ranks is not None, "it is watched"
             name = self._ranks.whereabouts.name(rank)
             logger.error("rank %d (%s) is lost: %s", rank, name, why(error))
-            self._ranks.failing.fail_for(rank, cause=cause_of(error))
+            self._ranks.failing.fail_for(rank, cause=errno.ETIMEDOUT)
             self._end()
 
     def close(self) -> None:

@@ -482,7 +482,7 @@ class Home:
     def _on_end(self, error: Exception) -> None:
         ended = why(error) if is_silence(error) else f"the connection to its node has ended ({error})"
         self._cause = self._cause or ended
-        if not self._why:  # otherwise one of its ranks is lost, and the connections of that rank end
+        if not self._why or is_silence(error):  # otherwise one of its ranks is lost, and that rank's connections end
             self._failing.fail_for(self._rank, cause=cause_of(error))
             for other in self._others:
                 wire.end(other)

@@ -46,8 +46,9 @@ class ServerLink(Protocol):
     def deliver(self, frame: bytes) -> None:
         """Like `send`, but when it returns, the frame has left: it arrives even if this process ends at once.
 
-        It may overtake frames that were sent before. A server that takes nothing for two seconds, because it is stopped
-        or the network is slow, is not waited for any longer.
+        It may overtake frames that were sent before. A frame that the server has not taken within two seconds, because
+        it is stopped or the network is slow, is not waited for any longer. Over TCP the system must have room for the
+        frame first. That wait is the one of `send`: it ends when the server reads, or is gone.
         """
         ...
 

@@ -87,9 +87,8 @@ class ProcessClient:
             self._check_life()
         try:
             message: EngineMessage = self._decoder.decode(await self._link.receive())
-        except (
-            LinkEndedError
-        ) as error:  # the engine is gone and no earlier message of it is left, or this end is closed
+        # The engine is gone and no earlier message of it is left, or this end is closed.
+        except LinkEndedError as error:
             self._death = self._death or str(error) or "The connection to the engine is closed"
             raise EngineDeadError(self._death) from None
         except msgspec.MsgspecError as error:
