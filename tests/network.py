@@ -21,6 +21,7 @@ import pytest
 
 NAMES, ADDRESSES = ("machine-0", "machine-1"), ("10.77.0.1", "10.77.0.2")
 NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
+NOBODY = "02:00:00:00:00:77"  # the hardware address of no machine
 PROGRAMS = ("ip", "nsenter", "setpriv", "tc", "unshare")
 # It makes a machine, waits for the end of its input, and then ends.
 KEEPER = (
@@ -105,6 +106,20 @@ class Network:
         """Undo `cut`."""
         for machine in self.machines:
             machine.run("tc", "qdisc", "del", "dev", "eth0", "root")
+
+    def divert(self) -> float:
+        """Let all packets go to a machine that is not there. Unlike `cut`, the sender's system sees them leave.
+
+        Returns the time.
+        """
+        for machine, address in zip(self.machines, reversed(ADDRESSES), strict=True):
+            machine.run("ip", "neighbour", "replace", address, "lladdr", NOBODY, "nud", "permanent", "dev", "eth0")
+        return time.monotonic()
+
+    def lead(self) -> None:
+        """Undo `divert`."""
+        for machine, address in zip(self.machines, reversed(ADDRESSES), strict=True):
+            machine.run("ip", "neighbour", "del", address, "dev", "eth0")
 
     def unplug(self) -> float:
         """Pull the cable out of machine 1. Returns the time."""

@@ -163,11 +163,11 @@ beating.wait(30)
 """
 
 
-@pytest.mark.parametrize("fault", ["cut", "unplug"])
-def test_a_network_that_is_cut(fault: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "remedy"), [("cut", "mend"), ("divert", "lead"), ("unplug", "plug")])
+def test_a_network_that_is_cut(fault: str, remedy: str, tmp_path: Path) -> None:
     """Both ends notice it in two seconds. Half a second is no loss."""
     with two_machines(tmp_path) as network:
-        cut, mend = (network.cut, network.mend) if fault == "cut" else (network.unplug, network.plug)
+        cut, mend = getattr(network, fault), getattr(network, remedy)
         words, address = [sys.executable, "-c", BEATING], network.machines[0].address
         ends = [
             machine.popen([*words, role, address], stdout=subprocess.PIPE, text=True)

@@ -173,7 +173,7 @@ def raw(ends: Ends, key: str) -> socket.socket:
 
 @asynccontextmanager
 async def engine_without_code(ends: Ends) -> AsyncIterator[socket.socket]:
-    """The connection of an engine that knows the key. Another one is for beats."""
+    """The connection of an engine that knows the key. Another one is for a pulse."""
     key = "of the tests, long enough"
     with await asyncio.to_thread(raw, ends, key) as engine, await asyncio.to_thread(raw, ends, key):
         yield engine

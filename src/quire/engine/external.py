@@ -63,15 +63,15 @@ class Companions:
     """The connections of a rank to the first one, or of the first one to all others, by rank.
 
     Args:
-        beats: the connections for beats to other machines, by the first rank there. The first rank of a machine has
+        pulses: the connections for pulses to other machines, by the first rank there. The first rank of a machine has
             them. The companions own all connections.
     """
 
     def __init__(
-        self, rank: int, peers: dict[int, socket.socket], beats: dict[int, socket.socket] | None = None
+        self, rank: int, peers: dict[int, socket.socket], pulses: dict[int, socket.socket] | None = None
     ) -> None:
         self.rank, self._peers = rank, peers
-        self._beats, self._pulses = beats or {}, list[Pulse]()
+        self._pulse_peers, self._pulses = pulses or {}, list[Pulse]()
         self._is_closing = False
         self._ranks: Ranks | None = None  # None: they are not watched yet
 
@@ -99,7 +99,7 @@ class Companions:
         Also when another machine is lost, which the first rank here notices, and tells its neighbours.
         """
         self._ranks, poll = ranks, select.poll()
-        self._pulses = [Pulse(peer, partial(self._on_silence, rank)) for rank, peer in self._beats.items()]
+        self._pulses = [Pulse(peer, partial(self._on_silence, rank)) for rank, peer in self._pulse_peers.items()]
         numbers = {peer.fileno(): rank for rank, peer in self._peers.items()}
         for descriptor in numbers:
             poll.register(descriptor, select.POLLRDHUP)
@@ -139,7 +139,7 @@ class Companions:
         for pulse in self._pulses:
             pulse.close()
         self._end()  # closing alone is not enough: the thread that watches keeps them open
-        for peer in (*self._peers.values(), *self._beats.values()):
+        for peer in (*self._peers.values(), *self._pulse_peers.values()):
             peer.close()
 
     def _end(self) -> None:
@@ -196,7 +196,7 @@ def start_external(config: EngineConfig, model_config: ModelConfig, progress: Pr
         )
     finally:
         os.close(met.memory)
-    companions = Companions(rank, met.peers, met.beats)
+    companions = Companions(rank, met.peers, met.pulses)
     companions.watch(ranks)
     worker = DeviceWorker(part_of_rank(model_config, config, rank), progress, ranks=ranks)
     return ExternalExecutor(worker, companions, _loads(config, grid, rank))
@@ -251,13 +251,13 @@ class _Met:
     Attributes:
         peers: the connection to the first rank, or the connections from the first rank to all others.
         links: file descriptors to ranks of other machines, by rank.
-        beats: see Companions.
+        pulses: see Companions.
     """
 
     memory: int
     peers: dict[int, socket.socket]
     links: dict[int, int]
-    beats: dict[int, socket.socket]
+    pulses: dict[int, socket.socket]
 
 
 def _meet(rank: int, grid: Grid, config: EngineConfig, model: ModelConfig, waiting: Callable[[str], None]) -> _Met:
@@ -274,7 +274,7 @@ def _meet(rank: int, grid: Grid, config: EngineConfig, model: ModelConfig, waiti
 
 
 # The connections of each rank here to other machines: to the first rank, or from it to the others; and links, by rank.
-# Then the connections for beats: see Companions.
+# Then the connections for pulses: see Companions.
 _Connections = tuple[dict[int, dict[int, socket.socket]], dict[int, dict[int, socket.socket]], dict[int, socket.socket]]
 
 
@@ -287,8 +287,8 @@ def _connect(
     folder, drafter_folder = Path(model.model), model.drafter_folder
     if config.node_rank:
         connected = connect_node(config, folder, on_error, drafter_folder)
-        beats = {0: connected.home, **connected.beats}
-        return {rank: {0: peer} for rank, peer in connected.controls.items()}, connected.links, beats
+        pulses = {0: connected.home, **connected.pulses}
+        return {rank: {0: peer} for rank, peer in connected.controls.items()}, connected.links, pulses
     joined = let_in(config, folder, waiting, drafter_folder=drafter_folder)
     for peer in joined.peers():
         on_error.enter_context(peer)
@@ -319,7 +319,7 @@ def _gather(
                 raise ConnectionError("a rank has ended")
             peer.settimeout(None)
             neighbours[_RANK.unpack(frame)[0]] = peer
-    peers, links, beats = connect(on_error)
+    peers, links, pulses = connect(on_error)
     memory = make_memory(grid)
     on_error.callback(os.close, memory)
     for other, neighbour in neighbours.items():
@@ -331,7 +331,7 @@ def _gather(
             each.close()
     own = peers.get(rank, {}) | ({} if rank else neighbours)
     own_links = {other: peer.detach() for other, peer in links.get(rank, {}).items()}
-    return _Met(memory, dict(sorted(own.items())), own_links, beats)
+    return _Met(memory, dict(sorted(own.items())), own_links, pulses)
 
 
 def _join(rank: int, name: str, until: float, on_error: ExitStack) -> _Met:

@@ -55,7 +55,7 @@ class Connected:
         controls: the connection of each rank of this node to node 0.
         adapters: another one of each rank, for adapters; empty: there are no adapters.
         links: the connections between ranks of this node and of other nodes: {own rank: {other rank: connection}}.
-        beats: the connections for beats to nodes other than node 0 with which ranks here exchange rows, by the first
+        pulses: the connections for pulses to nodes other than node 0 with which ranks here exchange rows, by the first
             rank there.
     """
 
@@ -63,7 +63,7 @@ class Connected:
     controls: dict[int, socket.socket]
     adapters: dict[int, socket.socket]
     links: dict[int, dict[int, socket.socket]]
-    beats: dict[int, socket.socket]
+    pulses: dict[int, socket.socket]
 
 
 def connect_node(
@@ -103,9 +103,9 @@ def connect_node(
 
         here = grid.ranks_of(config.node_rank)
         out = {(rank, to): connect(rank, "rows", to) for rank, to in sorted(nodes.links_out(config, grid))}
-        beats = {to: connect(here[0], "beats", to) for to in sorted(nodes.beats_out(config, grid))}
-        arrived, links_in, beats_in = Joined(), nodes.links_in(config, grid), nodes.beats_in(config, grid)
-        while missing := {other for _, other in links_in - arrived.linked()} | (beats_in - set(arrived.beats)):
+        pulses = {to: connect(here[0], "pulse", to) for to in sorted(nodes.pulses_out(config, grid))}
+        arrived, links_in, pulses_in = Joined(), nodes.links_in(config, grid), nodes.pulses_in(config, grid)
+        while missing := {other for _, other in links_in - arrived.linked()} | (pulses_in - set(arrived.pulses)):
             other = min(missing)
             name, place = f"The connection of node {grid.node(other)}", listener.getsockname()[:2]
             nodes.take(listener, key, until, arrived)
@@ -125,7 +125,7 @@ def connect_node(
     links = {rank: arrived.links.get(rank, {}) for rank in controls}
     for (rank, to), peer in out.items():
         links[rank][to] = peer
-    return Connected(home, controls, adapters, links, beats | arrived.beats)
+    return Connected(home, controls, adapters, links, pulses | arrived.pulses)
 
 
 def _run(
@@ -171,11 +171,11 @@ def _watch(processes: dict[int, subprocess.Popen[bytes]], connected: Connected, 
             ended[grid.node(rank)] = error
             is_over.set()
 
-    with ExitStack() as pulses:
+    with ExitStack() as watching:
         home = Pulse(connected.home, partial(on_end, 0))
-        pulses.callback(home.close)
-        for rank, peer in connected.beats.items():
-            pulses.callback(Pulse(peer, partial(on_end, rank)).close)
+        watching.callback(home.close)
+        for rank, peer in connected.pulses.items():
+            watching.callback(Pulse(peer, partial(on_end, rank)).close)
         lost = _lost_rank(processes, is_over, grid)
         if lost is None and 0 in ended:
             return _follow(ended[0], processes)

@@ -28,7 +28,7 @@ from quire.option import options
 from quire.planning.cut_stages import grid_of
 
 T = TypeVar("T", bound=msgspec.Struct)
-Use = Literal["orders", "adapters", "rows", "beats"]  # of the connection of a rank: see RankConnects
+Use = Literal["orders", "adapters", "rows", "pulse"]  # of the connection of a rank: see RankConnects
 
 MOST_WAIT_SECONDS = 60.0  # the most seconds that connected nodes take for one step of their start
 MOST_NAMED = 5  # the most differences of two nodes that an error names
@@ -69,7 +69,7 @@ class RankConnects(msgspec.Struct, tag=True):
 
     Attributes:
         use: over `orders`, node 0 tells the rank what to do. Over `adapters`, it lets the rank read adapters meanwhile.
-            Over `rows`, a link, two ranks exchange rows. Over `beats`, two nodes notice when the network between them
+            Over `rows`, a link, two ranks exchange rows. Over `pulse`, two nodes notice when the network between them
             is cut; the first ranks of both stand for them.
         to: the rank at the other end.
     """
@@ -143,14 +143,14 @@ class Joined:
         links: the connections to ranks of other nodes that exchange rows with ranks here: {rank here: {other rank:
             connection}}.
         adapters: another connection to each rank of another node, for adapters; empty: there are no adapters.
-        beats: the connection for beats to each later node, by its first rank; empty on node 0, which has homes.
+        pulses: the connection for a pulse to each later node, by its first rank; empty on node 0, which has homes.
     """
 
     homes: dict[int, socket.socket] = field(default_factory=dict)
     ranks: dict[int, socket.socket] = field(default_factory=dict)
     links: dict[int, dict[int, socket.socket]] = field(default_factory=dict)
     adapters: dict[int, socket.socket] = field(default_factory=dict)
-    beats: dict[int, socket.socket] = field(default_factory=dict)
+    pulses: dict[int, socket.socket] = field(default_factory=dict)
 
     def linked(self) -> set[tuple[int, int]]:
         """The pairs of a rank here and another rank that have a link."""
@@ -159,7 +159,7 @@ class Joined:
     def peers(self) -> list[socket.socket]:
         """All connections."""
         links = (peer for own in self.links.values() for peer in own.values())
-        return [*self.homes.values(), *self.ranks.values(), *links, *self.adapters.values(), *self.beats.values()]
+        return [*self.homes.values(), *self.ranks.values(), *links, *self.adapters.values(), *self.pulses.values()]
 
 
 class Starting(Protocol):
@@ -304,7 +304,7 @@ def take(listener: socket.socket, key: bytes, until: float, joined: Joined) -> N
     peer = wire.accept(listener, key, until)
     if (message := _first_message(peer, RankConnects)) is not None:
         links = joined.links.setdefault(message.to, {}) if message.use == "rows" else {}
-        uses = {"orders": joined.ranks, "adapters": joined.adapters, "rows": links, "beats": joined.beats}
+        uses = {"orders": joined.ranks, "adapters": joined.adapters, "rows": links, "pulse": joined.pulses}
         uses[message.use][message.rank] = peer
 
 
@@ -332,11 +332,11 @@ def links_in(config: EngineConfig, grid: Grid) -> set[tuple[int, int]]:
     return {(rank, other) for rank in grid.ranks_of(config.node_rank) for other in grid.far(rank) if other > rank}
 
 
-def beats_out(config: EngineConfig, grid: Grid) -> set[int]:
+def pulses_out(config: EngineConfig, grid: Grid) -> set[int]:
     """The first ranks of the nodes before this one, node 0 left out, to which ranks here connect."""
     return {grid.ranks_of(node)[0] for _, other in links_out(config, grid) if (node := grid.node(other)) > 0}
 
 
-def beats_in(config: EngineConfig, grid: Grid) -> set[int]:
+def pulses_in(config: EngineConfig, grid: Grid) -> set[int]:
     """The first ranks of the later nodes that connect to ranks here."""
     return {grid.ranks_of(grid.node(other))[0] for _, other in links_in(config, grid)}

@@ -113,7 +113,7 @@ class UnixLink:
 
 
 class TcpLink:
-    """A connection to a server that knows the cluster key, and one for beats. Raises OSError and WireError.
+    """A connection to a server that knows the cluster key, and one for a pulse. Raises OSError and WireError.
 
     Args:
         on_end: called by a thread when the server or its machine is gone, or the server sends an illegal message.
@@ -123,11 +123,11 @@ class TcpLink:
         until, key = time.monotonic() + CONNECT_SECONDS, wire.cluster_key()
         self._peer = wire.connect(server.address, server.port, key, until)
         try:
-            beats = wire.connect(server.address, server.port, key, until)
+            pulse = wire.connect(server.address, server.port, key, until)
         except BaseException:
             self._peer.close()
             raise
-        self._pulse = Pulse(beats, self._on_pulse_end)
+        self._pulse = Pulse(pulse, self._on_pulse_end)
         self._arrived, self._sending = SimpleQueue[bytes](), threading.Lock()
         self._next: bytes | None = None
         self._on_end, self._is_closed = on_end, False

@@ -114,7 +114,7 @@ class UnixLink:
 
 
 class TcpLink:
-    """The connection of one engine that knows the cluster key, and one for beats. Others are dropped, and logged.
+    """The connection of one engine that knows the cluster key, and one for a pulse. Others are dropped, and logged.
 
     Args:
         listener: the socket that the engine connects to; the link owns it.
@@ -156,9 +156,9 @@ class TcpLink:
         accepting = ThreadPoolExecutor(1, thread_name_prefix="engine link")
         peers = asyncio.get_running_loop().run_in_executor(accepting, self._accept_both)
         accepting.shutdown(wait=False)
-        self._peer, beats = await peers
+        self._peer, pulse = await peers
         self._address = self._peer.getpeername()[0]
-        self._pulse = Pulse(beats, self._on_pulse_end)
+        self._pulse = Pulse(pulse, self._on_pulse_end)
         if self._has_ended.is_set():  # the link may have ended meanwhile
             wire.end(self._peer)
         self._streams = await asyncio.open_connection(sock=self._peer)
