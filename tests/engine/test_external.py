@@ -191,10 +191,10 @@ def test_a_rank_whose_neighbour_notices_a_failure(cause: int, num_looks: int, mo
     companions.watch(ranks)
     with pytest.raises(EngineDeadError, match=rf"Rank 0 .* has failed: .*{os.strerror(cause)}"):
         companions.hear()
-    assert len(looks) == num_looks
     companions.close()
     theirs.close()
     ranks.close()
+    assert len(looks) == num_looks
 
 
 @pytest.mark.slow
