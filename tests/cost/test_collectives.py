@@ -90,6 +90,23 @@ def test_experts(tmp_path: Path) -> None:
     assert lanes.other_bytes == pytest.approx(lanes.token_bytes + BYTES * LAYERS * D)
 
 
+def test_lanes_of_several_machines(tmp_path: Path) -> None:
+    """Their experts are exchanged over the network. A machine gets whole rows, and rows of its own lanes not at all."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    config = write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **sizes)
+    model = load_model_config(config)
+    rows = 0.5 * BYTES * LAYERS * (2 * D + D)
+    for num_lanes, share in ((2, 1), (4, 2 / 3)):
+        found = of(model, Grid(1, num_lanes=num_lanes, num_nodes=2), whole=True)
+        assert found.near.count == 0
+        assert found.far.count == 3 * LAYERS
+        assert found.far.token_bytes == pytest.approx(rows)
+        assert found.far.other_bytes == pytest.approx(rows + share * BYTES * LAYERS * D)
+    wide = of(model, Grid(2, num_lanes=2, num_nodes=2), whole=True)
+    assert wide.far == of(model, Grid(1, num_lanes=2, num_nodes=2), whole=True).far
+    assert wide.near.count == 2 * LAYERS + 3  # attention, embeddings, logits, tokens
+
+
 def test_a_slower_network_makes_a_step_longer_by_its_exchanges(model: ModelConfig) -> None:
     between = of(model, Grid(2, num_nodes=2))
     arithmetic = StepArithmetic(model, "bfloat16", None, "auto", "", between)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.distributed.layout import Grid
-from quire.formats.weight_format import DTYPE_BYTES
+from quire.formats.weight_format import DTYPE_BYTES, PANEL_WIDTH
 from quire.layer_spec.attention import Attention
 from quire.layer_spec.feed_forward import Dense, Experts, FeedForward
 from quire.model_config import ModelConfig
@@ -136,20 +136,21 @@ def _parts(
     """
     hidden, width, num_machines = model.hidden_size, grid.width, max(grid.width // grid.num_local, 1)
     is_far = num_machines > 1
-    num_receivers = num_machines if is_far else width
-    rest = 1 - 1 / num_receivers  # the share of columns that a receiver does not have
+    rest = 1 - 1 / (num_machines if is_far else width)  # the share of columns that a receiver does not have
     everyone = width * grid.num_lanes  # the ranks that share experts
+    are_experts_far = everyone > grid.num_local
     if width > 1:
         # Embeddings: every rank brings whole rows. Logits come to the first rank.
         yield is_far, Traffic(1, rest * width * hidden * size)
-        yield is_far, Traffic(2, logit_bytes=rest * model.vocab_size * LOGIT_BYTES + TOLD_BYTES)
+        logit_bytes = LOGIT_BYTES if is_native else size  # modelling code joins them before they become float32
+        yield is_far, Traffic(2, logit_bytes=rest * model.vocab_size * logit_bytes + TOLD_BYTES)
     for part in (part for layer in model.layers for part, _ in layer.parts):
         if not is_native:
             if width > 1:
-                yield is_far, _of_code(part, rest * size)
+                yield is_far, _of_code(part, width, rest * size)
         elif isinstance(part, Experts):
             if everyone > 1:
-                yield is_far, _of_experts(part, hidden, size, grid, num_receivers, has_whole_experts)
+                yield are_experts_far, _of_experts(part, hidden, size, grid, has_whole_experts)
         elif width > 1:  # the inputs of its last linear layer, and the outputs: see layers/joined.py
             yield is_far, Traffic(2, rest * (part.linears[-1].in_features + hidden) * size)
     for stage in range(1, grid.num_stages):
@@ -159,34 +160,44 @@ def _parts(
         yield is_hop_far, Traffic(1, num_senders * hidden * size)
 
 
-def _of_code(part: Attention | FeedForward, column_bytes: float) -> Traffic:
+def _of_code(part: Attention | FeedForward, num_ranks: int, column_bytes: float) -> Traffic:
     """The exchanges of a part of a layer in transformers' modelling code: see models/transformers_layers.py.
 
-    The results of heads and the outputs of every linear layer are joined. Every rank computes all experts.
+    The results of heads and the outputs of every linear layer are joined, unless it has fewer panels than there are
+    ranks. Every rank computes all experts.
 
     Args:
         column_bytes: bytes that come to a receiver for a column of the result.
     """
     if isinstance(part, Experts):
         return Traffic()
-    widths = [size for linear in part.linears for _, size in linear.shards]
+    widths = [size for linear in part.linears for _, size in linear.shards if size > (num_ranks - 1) * PANEL_WIDTH]
     widths += [] if isinstance(part, Dense) else [part.linears[-1].in_features]
     return Traffic(len(widths), column_bytes * sum(widths))
 
 
-def _of_experts(
-    part: Experts, hidden: int, size: int, grid: Grid, num_receivers: int, has_whole_experts: bool
-) -> Traffic:
-    """The exchanges of a layer of experts: see "Experts" of docs/architecture.md."""
-    count, num_receivers = 2, num_receivers * grid.num_lanes
+def _of_experts(part: Experts, hidden: int, size: int, grid: Grid, has_whole_experts: bool) -> Traffic:
+    """The exchanges of a layer of experts: see "Experts" of docs/architecture.md. Lanes have equally many tokens."""
+    count, num_ranks = 2, grid.width * grid.num_lanes
+    num_machines = max(num_ranks // grid.num_local, 1)
+    num_receivers = num_machines if num_machines > 1 else num_ranks
     if has_whole_experts:
-        # Each rank sums some columns of the rows of all experts, and gets the columns of the others.
-        elements = part.num_active * hidden / num_receivers + hidden
+        # Each rank sums some columns of the rows of all experts, and gets the columns of the others. Another machine
+        # gets whole rows.
+        num_cuts = num_ranks if num_machines == 1 else 1
+        elements = part.num_active * hidden / num_cuts + hidden
     else:
         elements = part.num_active * part.expert.linears[-1].in_features + hidden
     if part.shared is not None:  # its inputs are joined by themselves
         count, elements = count + 1, elements + part.shared.linears[-1].in_features
     token_bytes = other_bytes = (1 - 1 / num_receivers) * elements * size
-    if grid.num_lanes > 1:  # at first, every rank gets the rows of the other lanes
-        count, other_bytes = count + 1, other_bytes + hidden * size
-    return Traffic(count, token_bytes, 0.0, other_bytes if grid.num_lanes > 1 else 0.0)
+    if grid.num_lanes == 1:
+        return Traffic(count, token_bytes)
+    # At first, every rank gets the rows of the other lanes. The first rank of a lane sends its rows, so its neighbours
+    # get them too. A machine gets only the rows of lanes that it does not have.
+    if num_machines == 1:
+        token_bytes += hidden * size if grid.width > 1 else 0
+        share = 1.0
+    else:
+        share = grid.num_lanes * (1 - 1 / num_machines) / (grid.num_lanes - 1)
+    return Traffic(count + 1, token_bytes, other_bytes=other_bytes + share * hidden * size)

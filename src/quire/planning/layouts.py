@@ -209,7 +209,8 @@ def layouts(
                     parts = [part_of_rank(model, engine, rank) for rank in range(0, tensor * pipeline, tensor)]
                 except ConfigError:  # the model cannot be cut so
                     continue
-                grid = Grid(tensor, pipeline, machines, copies if whole else 1)
+                num_lanes = copies if whole else 1
+                grid = Grid(tensor, pipeline, machines if num_lanes == 1 else num_nodes, num_lanes)
                 is_native = model.runs_natively(engine.model_impl)
                 between = exchanges(
                     model, grid, form.resolved.model.dtype, has_whole_experts=whole, is_native=is_native
