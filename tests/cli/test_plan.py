@@ -253,6 +253,21 @@ def test_a_slow_network_makes_stages_better_than_ranks(tmp_path: Path, capsys: p
     assert "115 exchanges between machines of " in text
     assert "in a step of the layout that was asked for" in text
     assert "1.25 GB/s (assumed)" in text_of(capsys, *words)
+    text = text_of(capsys, *words, "--interconnect", "100Gbit/s,2ms")
+    assert "between 2 machines 2,000 us and 12.5 GB/s (--interconnect)" in text
+
+
+def test_lanes_of_two_machines_use_the_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    folder = str(write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts))
+
+    def seconds(network: str) -> float:
+        words = (folder, *MACHINES, "-dp", "2", "-ep", "--dtype", "bfloat16", "--interconnect", network)
+        (asked, *_) = shown(capsys, *words)["asked"]
+        assert asked["num_exchanges_between_machines"] == asked["num_exchanges"] == 3 * 28
+        return float(asked["token_seconds"]["value"])
+
+    assert seconds("12.5GB,2ms") - seconds("12.5GB,0.01ms") == pytest.approx(3 * 28 * 1.99e-3, rel=1e-3)
 
 
 def test_whole_experts_on_devices_to_choose_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,6 +369,8 @@ def test_ranks_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         (("-pp", "2", "--interconnect", "1GB"), "Only one machine is planned"),
         (("-pp", "2", "--nnodes", "2", "--interconnect", "fast"), "Illegal --interconnect"),
         (("-pp", "2", "--nnodes", "2", "--interconnect", "0GB,1ms"), "Illegal --interconnect"),
+        (("-pp", "2", "--nnodes", "2", "--interconnect", "10Gb/s"), "bits as 10Gbit/s, or bytes as 1.25GB/s"),
+        (("-pp", "2", "--nnodes", "2", "--interconnect", "1.25gb,1ms"), "may stand for bits or for bytes"),
         (("-pp", "2", "--nnodes", "2", "--interconnect", "1GB,5 parsecs"), "Illegal --interconnect"),
         (("-pp", "2", "--nnodes", "2"), "GPUs of several machines"),
     ],

@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
     add("--memory", metavar="SIZE", help="plan for this much memory, as 80GiB: RAM, or, with --device cuda, a GPU's")
     add("--bandwidth", metavar="RATE", help="with --memory: bytes per second that are read, as 864GB")
     add("--flops", metavar="RATE", help="with --memory: operations per second in bfloat16, as 362T")
-    add("--interconnect", metavar="RATE[,TIME]", help="between --nnodes: bytes per second, and a time: 1.25GB,0.03ms")
+    add("--interconnect", metavar="RATE[,TIME]", help="between --nnodes: a rate, and a time: 10Gbit/s,0.03ms")
     add("--sequences", type=int, metavar="N", help="requests of max_model_len to hold (default: 1)")
     add("--workload", metavar="W", help="chat, rag, code, random:IN/OUT, or a file of requests (default: chat)")
     add("--request-rate", metavar="N", help="requests per second that all copies together should serve")
@@ -270,11 +270,19 @@ class _RanksOf:
 
 
 def _network(text: str | None) -> Link | None:
-    """The link in a text such as `1.25GB`, `12.5GB/s,0.01ms`. Raises ConfigError."""
+    """The link in a text such as `1.25GB`, `10Gbit/s`, `12.5GB/s,0.01ms`. Raises ConfigError."""
     if text is None:
         return None
     rate, _, seconds = text.partition(",")
-    latency = NETWORK.per_exchange
+    rate, latency = rate.strip(), NETWORK.per_exchange
+    if re.search(r"b(/s)?$", rate):  # networks are named in bits, and memory in bytes
+        raise ConfigError(
+            "A lower-case b of --interconnect may stand for bits or for bytes",
+            value=text,
+            expected="bits as 10Gbit/s, or bytes as 1.25GB/s",
+            param="interconnect",
+        )
+    bits = re.fullmatch(r"([\d.]+\s*[kmgtp]?)bit(/s)?", rate, re.IGNORECASE)
     if seconds:
         try:
             latency = parse_duration(seconds.strip())
@@ -282,10 +290,11 @@ def _network(text: str | None) -> Link | None:
             raise ConfigError(
                 "Illegal --interconnect",
                 value=text,
-                expected="bytes per second, and perhaps the time of a small exchange: 1.25GB,0.03ms",
+                expected="a rate, and perhaps the time of a small exchange: 10Gbit/s,0.03ms",
                 param="interconnect",
             ) from error
-    return Link(latency, 1 / _rate(rate, "interconnect"))
+    num_bytes = _rate(rate, "interconnect") if bits is None else _rate(bits[1], "interconnect") / 8
+    return Link(latency, 1 / num_bytes)
 
 
 def _ranked(
@@ -385,7 +394,7 @@ def _rate(text: str, name: str) -> float:
         examples = {
             "bandwidth": "as 864GB or 3.35TB/s",
             "flops": "as 362T",
-            "interconnect": "as 1.25GB or 12.5GB,0.01ms",
+            "interconnect": "as 10Gbit/s, 1.25GB/s or 12.5GB,0.01ms",
         }.get(name, "as 10 or 0.5")
         raise ConfigError(
             f"Illegal {as_flag(name)}",
