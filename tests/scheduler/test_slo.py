@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.calibrate import Fit
-from quire.cost.model import CostModel
+from quire.cost.model import CostModel, StepRoom
 from quire.cost.step_time import Constants
 from quire.engine.core import EngineCore
 from quire.messages import SetLimits
@@ -23,6 +23,7 @@ from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.lanes import Lanes
 from quire.scheduler.limits import LEAST_PROMPT_TOKENS
+from quire.scheduler.scheduler import Scheduler
 from tests.cost.models import cost_model, model_with
 from tests.examples import examples
 from tests.guesser import Guesser
@@ -173,6 +174,27 @@ def test_prompts_of_all_lanes_leave_time_to_the_answers_of_any() -> None:
     (_, tokens), *_ = busy
     assert max(tokens[1:]) < 2 * min(tokens[1:]), "one lane takes the time of the others"
     assert sum(sum(tokens) for _, _, tokens in held) == sum(sum(tokens) for _, _, tokens in free)
+
+
+def test_only_lanes_with_prompts_ask_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first lane has answers only."""
+    made, fitted = list[tuple[Scheduler, StepRoom]](), list[StepRoom]()
+    make_room, fitting = Scheduler.make_room, StepRoom.fitting
+
+    def making(lane: Scheduler, step: Any, drafter_seconds: float) -> None:
+        make_room(lane, step, drafter_seconds)
+        made.append((lane, step.room))
+
+    def asked(room: StepRoom, start: int, most: int) -> int:
+        fitted.append(room)
+        return fitting(room, start, most)
+
+    monkeypatch.setattr(Scheduler, "make_room", making)
+    monkeypatch.setattr(StepRoom, "fitting", asked)
+    steps_of_lanes(TARGET)
+    first = made[0][0]
+    assert fitted
+    assert not any(room in fitted for lane, room in made if lane is first)
 
 
 def test_long_prompts_hold_up_no_answer_and_cost_no_throughput() -> None:

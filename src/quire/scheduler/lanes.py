@@ -184,12 +184,16 @@ class Lanes:
         have_prompts = [lane.may_add_prompts(step) for lane, step in zip(self.lanes, steps, strict=True)]
         if any(have_prompts) and any(step.rows for step in steps):  # prompts of any lane hold the answers of all up
             seconds = self.speculation.slowest_seconds([step.batch for step in steps])
-            for lane, step in zip(self.lanes, steps, strict=True):
-                lane.make_room(step, seconds)
+            for lane, step, has_prompts in zip(self.lanes, steps, have_prompts, strict=True):
+                if has_prompts or step.rows:
+                    lane.make_room(step, seconds)
             rooms = [step.room for step in steps]
             for index, room in enumerate(rooms):
                 if room is not None:
-                    room.beside([*rooms[:index], *rooms[index + 1 :]], sum(have_prompts[index + 1 :]))
+                    others = [other for other in rooms if other is not None and other is not room]
+                    room.beside(others, sum(have_prompts[index + 1 :]))
+                if not have_prompts[index]:
+                    steps[index].room = None  # nothing is put into it: its rows count in the rooms of the others
         return self._together([lane.end_lane(step) for lane, step in zip(self.lanes, steps, strict=True)])
 
     def probe(self, rows: Sequence[tuple[int, int]]) -> ScheduledBatch | None:
