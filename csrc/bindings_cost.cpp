@@ -43,6 +43,9 @@ nb::object named_tuple(nb::handle type, Fields&&... fields) {
   auto* const of_type = reinterpret_cast<PyTypeObject*>(type.ptr());
   nb::object made = nb::steal(of_type->tp_alloc(of_type, items.size()));
   if (!made.is_valid()) throw nb::python_error();
+#if PY_VERSION_HEX >= 0x030E0000
+  reinterpret_cast<PyTupleObject*>(made.ptr())->ob_hash = -1;  // not computed yet, which is not the 0 of tp_alloc
+#endif
   for (size_t i = 0; i < items.size(); ++i)
     PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), items[i].release().ptr());
   return made;

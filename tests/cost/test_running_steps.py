@@ -67,6 +67,7 @@ def test_the_compiled_numbers_are_those_of_the_twin(kinds: tuple[KvKind, ...], i
 def test_the_results_have_their_types() -> None:
     load, found = cost_model().predict_rows([3, 0], [1, 5], 2)
     assert (type(load), type(found)) == (Load, StepTime)
+    assert (hash(load), hash(found)) == (hash((*load,)), hash((*found,)))
     assert (load.num_tokens, load.num_rows, load.num_logits) == (6, 2, 2)
     assert found.low < found.seconds < found.high
 
