@@ -23,6 +23,7 @@ NAMES, ADDRESSES = ("machine-0", "machine-1"), ("10.77.0.1", "10.77.0.2")
 NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
 NOBODY = "02:00:00:00:00:77"  # the hardware address of no machine
 PROGRAMS = ("ip", "nsenter", "setpriv", "tc", "unshare")
+SYSTEM_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))  # a user's PATH may lack them
 # It makes a machine, waits for the end of its input, and then ends.
 KEEPER = (
     "mount -t tmpfs none /dev/shm; mount --bind $1 /etc/hosts; hostname $0; ip link set lo up; echo ready; exec cat"
@@ -45,9 +46,9 @@ class Machine:
         known = {"localhost": "127.0.0.1", **dict(zip(NAMES, ADDRESSES, strict=True))}
         self.hosts.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
         caches = {name: str(folder / self.name) for name in ("HF_HOME", "QUIRE_CACHE_DIR", "XDG_CACHE_HOME")}
-        self.environment = os.environ | caches
+        self.environment = os.environ | caches | {"PATH": SYSTEM_PATH}
         words = ["unshare", *NAMESPACES, "sh", "-ec", KEEPER, self.name, str(self.hosts)]
-        self._keeper = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._keeper = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment)
         assert self._keeper.stdout is not None
         assert self._keeper.stdout.readline() == b"ready\n"
         self.pid = self._keeper.pid
@@ -91,7 +92,8 @@ class Network:
     def __init__(self, machines: tuple[Machine, Machine]) -> None:
         self.machines = machines
         ends = [["eth0", "netns", str(machine.pid)] for machine in machines]
-        subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1]], check=True)
+        words = ["ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1]]
+        subprocess.run(words, env=machines[0].environment, check=True)
         for machine in machines:
             machine.run("ip", "address", "add", f"{machine.address}/24", "dev", "eth0")
             machine.run("ip", "link", "set", "eth0", "up")
@@ -134,7 +136,7 @@ class Network:
 @contextmanager
 def two_machines(folder: Path) -> Iterator[Network]:
     """Skipped where namespaces may not be made. `folder`: for the machines' caches."""
-    if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]:
         pytest.skip(f"a network of namespaces needs {', '.join(missing)}")
     if subprocess.run(["unshare", *NAMESPACES, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system does not let the tests make network namespaces")
