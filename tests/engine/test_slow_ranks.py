@@ -70,7 +70,7 @@ def test_a_rank_that_stands_still_in_a_step(share: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(ranks, "is_stopped", lambda pid: False)
     engine = in_processes(**{share: 2}, distributed_timeout_seconds=LIMIT)
     process = process_of(engine)
-    where = rf"Rank 1 \(process {process.pid} on .+\) (is in step \d+, behind \d+ exchanges?|has not begun step \d+)"
+    where = rf"Rank 1 \(process {process.pid} on .+\) (is in step \d+, after \d+ exchanges?|has not begun step \d+)"
     check_that_it_is_named(
         engine,
         r"^Rank 0 cannot go on with a step: rank 1 did not come within 3 s \(--distributed-timeout-seconds\)\. "
