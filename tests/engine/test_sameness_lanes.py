@@ -26,7 +26,7 @@ from quire.scheduler import from_settings
 from quire.scheduler.speculation import DraftCounts
 from quire.speculative_config import SpeculativeConfig
 from quire.worker import expert_balancer
-from tests.engine.harness import run
+from tests.engine.harness import run, run_despite_errors
 from tests.engine.ranks import fail_at, started
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_ranks import Answer, answers, of_ranks
@@ -217,12 +217,7 @@ def test_ranks_of_all_lanes_agree_on_errors_in_a_step(
     for each in path:
         owner = getattr(owner, each)
     fail_at(monkeypatch, owner, name, 3, error)
-    found: dict[str, list[int | None]] = {}
-    for index, prompt in enumerate(brief()):
-        engine.core.add(AddRequest(f"r{index}", list(prompt.token_ids), prompt.params, 8, stop_token_ids=[2]))
-    while engine.core.has_work():
-        for delta in engine.core.step():
-            found.setdefault(delta.request_id, []).extend([None] if delta.error else delta.token_ids)
+    found = run_despite_errors(engine.core, brief())
     failed = [request_id for request_id, tokens in found.items() if tokens[-1] is None]
     assert len(failed) <= 2 * isinstance(error, (RowsFailedError, MemoryError)), found
     for index, tokens in enumerate(wanted):

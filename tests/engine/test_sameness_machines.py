@@ -14,9 +14,8 @@ import pytest
 
 from quire import demo
 from quire.kernels import cpu
-from quire.messages import AddRequest
 from quire.worker import expert_balancer
-from tests.engine.harness import run, two_layers
+from tests.engine.harness import run, run_despite_errors, two_layers
 from tests.engine.ranks import fail_at, started, watch_recordings
 from tests.engine.test_rank_processes import EXPERTS
 from tests.engine.test_sameness import brief
@@ -117,12 +116,7 @@ def test_lanes_of_all_machines_agree_on_errors_in_a_step(
     owner = engine.executor.workers[rank].runner  # type: ignore[attr-defined]
     owner_name, name = where.split(".")
     calls = fail_at(monkeypatch, getattr(owner, owner_name), name, 3, error)
-    found: dict[str, list[int | None]] = {}
-    for index, prompt in enumerate(brief()):
-        engine.core.add(AddRequest(f"r{index}", list(prompt.token_ids), prompt.params, 8, stop_token_ids=[2]))
-    while engine.core.has_work():
-        for delta in engine.core.step():
-            found.setdefault(delta.request_id, []).extend([None] if delta.error else delta.token_ids)
+    found = run_despite_errors(engine.core, brief())
     assert len(calls) > 3
     failed = [request_id for request_id, tokens in found.items() if tokens[-1] is None]
     assert len(failed) <= isinstance(error, MemoryError), found

@@ -80,6 +80,10 @@ class _Step:
     budget: int = 0  # the tokens that the decodes leave
     drafter_seconds: float = 0.0  # the time of the worker's drafter in this step
 
+    def counted_rows(self) -> Rows:
+        """The rows of the batch so far."""
+        return self.batch.num_computed_tokens, self.batch.num_scheduled_tokens, sum(self.batch.num_logits)
+
 
 class Scheduler:
     """Schedules requests without phases: each has tokens that are known and not computed, and a step computes some.
@@ -340,14 +344,12 @@ class Scheduler:
         Args:
             drafter_seconds: the time of the worker's drafter in this step.
         """
-        batch, step.drafter_seconds = step.batch, drafter_seconds
-        rows = batch.num_computed_tokens, batch.num_scheduled_tokens
-        step.room = self._room_beside(*rows, sum(batch.num_logits), drafter_seconds)
+        step.drafter_seconds = drafter_seconds
+        step.room = self._room_beside(*step.counted_rows(), drafter_seconds)
 
     def end_lane(self, step: _Step) -> ScheduledBatch | None:
         """Add prompts to the decodes of a step. None: it has no rows."""
-        prompts, batch = step.prompts, step.batch
-        beside = batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
+        prompts, beside = step.prompts, step.counted_rows()
         budget, has_time = self._left_for_prompts(
             prompts, step.rows, beside, step.budget, step.room, step.drafter_seconds
         )
